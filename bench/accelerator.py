@@ -1,6 +1,6 @@
 """What works on this machine's accelerator, and how fast: the learner against transformers, memory, copies, and a whole run on one device.
 
-    python bench/accelerator.py [--device cuda|npu|cpu] [--only PART ...] [--seconds 540]
+    python bench/accelerator.py [--device cuda|npu|cpu] [--only PART ...] [--seconds 540] [--logs FOLDER]
 
 It needs no network, no vLLM and no Redis server: torch and transformers of the machine, and the wheels that `make accelerator-wheels`
 collects. Each part is a process of its own (`accelerator_side/parts.py` says what each does); one that fails is reported with its error, and
@@ -13,10 +13,25 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from accelerator_side.process import run_part, start_method
 
-PARTS = ("doctor", "parity", "packing", "recompute", "lora", "offload", "sleep", "head", "arena", "speed", "forward_7b", "loop")
+PARTS = (
+    "doctor",
+    "parity",
+    "packing",
+    "recompute",
+    "lora",
+    "offload",
+    "sleep",
+    "head",
+    "arena",
+    "speed",
+    "context",
+    "of_7b",
+    "loop",
+)
 
 
 def _device() -> str:
@@ -35,6 +50,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "npu", "cpu"), help="Default: the machine's accelerator, or cpu.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=540.0, help="For all parts. Default: 540.")
+    parser.add_argument("--logs", type=Path, help="An existing folder, which gets what each part printed.")
     args = parser.parse_args()
     device, ends, measured = args.device or _device(), time.monotonic() + args.seconds, {}
     method = start_method(device)
@@ -42,7 +58,7 @@ def main() -> int:
         if (left := ends - (began := time.monotonic())) < 1:
             measured[part] = figures = {"error": f"not run: the other parts took the {args.seconds:g} s for all"}
         else:
-            measured[part] = figures = run_part(part, device, method, left)
+            measured[part] = figures = run_part(part, device, method, left, args.logs)
         print(f"{part:<12}{'failed' if 'error' in figures else 'ok':<8}{time.monotonic() - began:6.1f} s", flush=True)
         for name, value in figures.items():
             print(f"    {name:<44} {value:.4g}" if isinstance(value, float) else f"    {name:<44} {value}", flush=True)

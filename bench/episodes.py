@@ -11,7 +11,9 @@ tools     busy_with_slow_tools: sampled tokens per second with tools of two seco
 prefill   prefill_vs_new: tokens that the engine computes before sampling, over those that are new in each turn (<= 1.1); prefill_floor: the
           same if only the last block of the cache, which is never shared, were computed again
 sessions  session_growth_mib: growth of the environment server's memory from the second to the last round of --sessions open sessions (<= 8)
-trl       episodes_vs_trl: episodes per second of training with a tool, compared with TRL's GRPOTrainer and its environments (>= 3)
+trl       episodes_vs_trl: episodes per second of training with a tool, compared with TRL's GRPOTrainer and its environments (>= 3);
+          episodes_floor_vs_trl: the same if an iteration took only the engines' first answers, the learner's step and the weights, one after the
+          other in one process, without tools and services
 
 A part's sides run in turn, --rounds times after one that does not count, on the same machine; a ratio is the median of its turns.
 """

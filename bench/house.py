@@ -20,13 +20,19 @@ PACKAGES = {
     "polyreme_environment": ROOT / "services" / "environment" / "polyreme_environment",
     "polyreme_trainer": ROOT / "services" / "trainer" / "polyreme_trainer",
 }
+PRIVATE_MEMBER = r"[\w)\]](?<!self)(?<!cls)\._(?!exit\b|replace\b|getframe\b)[a-z]\w*"
+"""A member of another object that begins with an underscore, without those that Python documents: `os._exit`, `_replace` of named tuples."""
 HOUSES = ("polyreme", "polyreme_rollout", "polyreme_trainer.megatron", "polyreme_trainer.orchestrator")
 BOUNDS = {
     "circles": 0,
     "services_import_cli": 0,
     "files_of_largest_folder": 23,
+    "lines": 89_700,
+    "modules_over_300_lines": 28,
     "lines_with_any": 291,
-    "arrows": {"polyreme": 59, "polyreme_rollout": 32, "polyreme_trainer.megatron": 73, "polyreme_trainer.orchestrator": 27},
+    "private_members_in_tests": 51,
+    "monkeypatches_in_tests": 67,
+    "arrows": {"polyreme": 58, "polyreme_rollout": 31, "polyreme_trainer.megatron": 73, "polyreme_trainer.orchestrator": 27},
 }
 """Upper bounds. They are lowered when the figures fall, and not raised."""
 
@@ -103,7 +109,7 @@ def figures() -> dict[str, object]:
         "lines": sum(text.count("\n") for text in sources.values()),
         "modules_over_300_lines": sum(text.count("\n") > 300 for text in sources.values()),
         "lines_with_any": count(r"\bAny\b", iter(sources.values())),
-        "private_members_in_tests": count(r"[\w)\]](?<!self)(?<!cls)\._[a-z]\w*", iter(tests)),
+        "private_members_in_tests": count(PRIVATE_MEMBER, iter(tests)),
         "monkeypatches_in_tests": count(r"monkeypatch\.setattr|mock\.patch", iter(tests)),
     }
 

@@ -222,12 +222,11 @@ def measured_peaks(case: str, path: Path, resident: bool) -> dict[str, int]:
 def estimated_peaks(config: Any, resident: bool) -> dict[str, int]:
     """Returns the estimates of the peaks, by the names of `tensor_peaks`. Without offload only that of all memory."""
     from polyreme_trainer.megatron.huggingface.families import load_architecture
-    from polyreme_trainer.memory import phases
-    from polyreme_trainer.memory.estimate import moments
+    from polyreme_trainer.memory import estimate
     from polyreme_trainer.memory.memory_estimate import learner_memory, micro_batch_of, models_of
     from polyreme_trainer.memory.sharding import shardings
 
-    with mock.patch.object(phases, "PART_BYTES", PART_BYTES):
+    with mock.patch.object(estimate, "PART_BYTES", PART_BYTES):
         memory, trainer = learner_memory(config), config.trainer
         arena = sum(term.nbytes for machine in memory.machines for term in [machine.arena] if term and resident)
         found = {"both": memory.rank.all_bytes + arena}
@@ -235,7 +234,7 @@ def estimated_peaks(config: Any, resident: bool) -> dict[str, int]:
             return found
         models, batch = models_of(config), micro_batch_of(config)
         for sharding in shardings(load_architecture(config.model.path), trainer.parallel):
-            for name, moment in moments(models, sharding, batch, trainer.offload).items():
+            for name, moment in estimate.moments(models, sharding, batch, trainer.offload).items():
                 for key, nbytes in ((name, moment.nbytes), ("device", moment.nbytes), ("host", moment.host_bytes)):
                     found[key] = max(found.get(key, 0), nbytes)
         return found

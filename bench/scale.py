@@ -16,18 +16,21 @@ first_call_seconds           from the same start to its first call
 
 The table compares each run's tokens/s with those of an engine that never waits. The lines above it show each process's share of a core.
 
-    python bench/scale.py --fleet [--replicas 64 1000] [--step 0.7] [--seconds 90]
+    python bench/scale.py --fleet [--replicas 64 1000] [--orchestrators 1] [--step 0.7] [--seconds 90]
 
 measures 1,000 replicas with 10,000 open episodes of three turns, tools of 0.1 to 100 s, and 100 reward servers; replicas and learner are
 simulated, and the servers of a kind share a process. `--step` stretches a replica's time, so that two cores bear all sides. The orchestrator's
 cost of an episode is that of its calls and messages, which is not stretched: a turn of 64 tokens comes in four or five messages, like one of
 400 tokens from a real replica under this load, which sends once in two seconds. It needs 8 GiB and 12,000 open files (`ulimit -n`).
 
-linear_at_fleet                     tokens/s per replica at the largest size over that at the smallest (>= 0.95)
-orchestrator_seconds_per_1000       processor time of the orchestrator for 1,000 episodes
-orchestrator_peak_mib               its largest resident set
+With several `--orchestrators`, each size is measured with each of these numbers.
+
+linear_at_fleet                     tokens/s per replica at the largest size over that at the smallest (>= 0.95), with the first number
+orchestrator_seconds_per_1000       processor time of all orchestrators for 1,000 episodes
+orchestrator_peak_mib               the largest resident set of one
 log_bytes_per_sample                size of an episode in the log
 samples_per_second_of_one_process   the rate at which one orchestrator needs a whole core
+samples_per_second_of_all           the rate at which the busiest of them does
 """
 
 import argparse
@@ -179,6 +182,7 @@ async def measure_fleet(server: EmbeddedServer, folder: Path, options: argparse.
     table = Table(title=f"{fleet.OPEN} episodes per replica, each of {fleet.TURNS} turns; {options.step} s per token")
     columns = (
         "replicas",
+        "orchestrators",
         "open",
         "samples/s",
         "of ideal",
@@ -192,31 +196,37 @@ async def measure_fleet(server: EmbeddedServer, folder: Path, options: argparse.
     for column in columns:
         table.add_column(column, justify="right")
     rates = dict[int, float]()
-    for replicas in options.replicas:
-        async with fleet.fleet_run(server, folder / f"fleet-{replicas}", replicas, options.step) as started:
+    for replicas, count in ((replicas, count) for replicas in options.replicas for count in options.orchestrators):
+        async with fleet.fleet_run(server, folder / f"fleet-{replicas}-{count}", replicas, options.step, count) as started:
             window = await fleet.measured(started, server.pid, replicas, options.seconds)
-        rates[replicas] = window.tokens_rate / replicas
         cores, rate = window.cores(), window.samples_rate
-        cost = cores["orchestrator"] / rate * 1000
-        linear = rates[replicas] / rates[min(options.replicas)]
+        cost, busiest = cores["orchestrator"] / rate * 1000, max(window.shares)
+        each = window.tokens_rate / replicas
+        linear = each / rates.setdefault(min(options.replicas), each)
+        shares = " + ".join(f"{share:.2f}" for share in window.shares)
         print(
-            f"{replicas} replicas: {linear:.3f}; cores: {', '.join(f'{name} {core:.3f}' for name, core in cores.items())}",
+            f"{replicas} replicas, {count} orchestrators: {linear:.3f}; cores: "
+            f"{', '.join(f'{name} {core:.3f}' for name, core in cores.items())}; of the orchestrators' {shares}",
             flush=True,
         )
         row = (rate / replicas / ideal, linear, cost, cores["orchestrator"])
         table.add_row(
-            *(str(replicas), str(window.open_episodes), f"{rate:.2f}", *(f"{number:.3f}" for number in row)),
+            *(str(replicas), str(count), str(window.open_episodes), f"{rate:.2f}", *(f"{number:.3f}" for number in row)),
             *(f"{window.peak_mib:.0f}", str(window.files), f"{window.log_bytes:.0f}"),
         )
+        if count == options.orchestrators[0]:
+            found = {"linear_at_fleet": linear, "samples_per_second_of_one_process": 1000 / cost}
+        found |= {"orchestrator_seconds_per_1000": cost, "orchestrator_peak_mib": window.peak_mib}
+        found |= {"log_bytes_per_sample": window.log_bytes, "samples_per_second_of_all": 1000 / cost / busiest}
     Console(width=140).print(table)
-    found = {"linear_at_fleet": linear, "orchestrator_seconds_per_1000": cost, "orchestrator_peak_mib": window.peak_mib}
-    return {**found, "log_bytes_per_sample": window.log_bytes, "samples_per_second_of_one_process": 1000 / cost}
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fleet", action="store_true", help="episodes with slow tools, at 64 and 1,000 replicas")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--orchestrators", type=int, nargs="+", default=[1], help="numbers of orchestrators, with --fleet")
     parser.add_argument("--slots", type=int, default=8, help="samples that a replica decodes at once")
     parser.add_argument("--step", type=float, default=0.01, help="seconds per token")
     parser.add_argument("--seconds", type=float, default=18.0, help="measured time of each run")

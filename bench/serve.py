@@ -7,7 +7,8 @@ the median over rounds of the ratio within a round. The model has 3 million rand
 
 service_vs_engine        steps per second of a client's loop over those of the same calls on the engine in process (>= 0.85)
 adapters_8_vs_1          time of eight tenants' steps over that of one tenant's eight, with batches of 64 tokens (<= 1.6)
-sample_vs_engine         time of vLLM for 64 answers of 32 tokens over that of the same requests through the service (>= 0.9)
+sample_vs_engine         time of vLLM for 64 answers of 32 tokens with an adapter over that of the same requests through the service (>= 0.9)
+sample_vs_base           the same with the time of vLLM without an adapter
 snapshot_to_first_token  seconds from an optimizer step to the first token that is sampled with its weights
 snapshot_vs_push         the same over the time to write and load all weights into vLLM and sample a token
 vs_peer                  steps per second over those of skyrl-tx with the same loop, with --peer (>= 2)
@@ -37,7 +38,10 @@ STEPS: dict[str, Any] = {"batch": 16, "length": 64, "steps": 5}
 SMALL: dict[str, Any] = {"batch": 4, "length": 16}
 SAMPLES: dict[str, Any] = {"prompts": 16, "length": 32, "samples": 4}
 ANSWER = 32
+SAMPLES_IN_ROUND = 3
 DEADLINE = 600.0
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+"""As the service's processes have them; the learner's engine sets the number of its own."""
 
 
 def save_model(folder: Path) -> None:
@@ -61,7 +65,7 @@ class Part:
 
     def __init__(self, stack: ExitStack, python: str, script: str, *arguments: str) -> None:
         command = [python, "-W", "ignore", "-m", f"serve_side.{script}", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SIDE.parent}:{os.environ.get('PYTHONPATH', '')}"}
+        environment = {**os.environ, **THREADS, "PYTHONPATH": f"{SIDE.parent}:{os.environ.get('PYTHONPATH', '')}"}
         self._process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         stack.callback(self._end)
 
@@ -110,6 +114,18 @@ def free_url() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
+def newest_adapter(folder: Path) -> str:
+    """The directory of the snapshot that was written last."""
+    return str(max(folder.rglob("adapter_model.safetensors"), key=lambda path: path.stat().st_mtime).parent)
+
+
+def sample(client: Part, bare: Part, folder: Path) -> tuple[float, float, float]:
+    """Seconds for the same answers through the service, from vLLM with the same adapter, and from vLLM without one."""
+    answers = client.ask(case="sample", **SAMPLES, answer=ANSWER)
+    adapter = bare.ask(case="sample", **SAMPLES, answer_tokens=ANSWER, adapter=newest_adapter(folder))
+    return answers, adapter, bare.ask(case="sample", **SAMPLES, answer_tokens=ANSWER)
+
+
 def measure(folder: Path, rounds: int) -> dict[str, float]:
     """The figures of the service."""
     url, model = free_url(), folder / "model"
@@ -121,20 +137,20 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
     with ExitStack() as stack:
         stack.enter_context(server([sys.executable, "-m", "polyreme", "serve", str(file)], url, folder / "serve.log"))
         client = Part(stack, sys.executable, "client", url, "bench")
-        engine = Part(stack, sys.executable, "engine", str(file))
-        bare = Part(stack, sys.executable, "sampler", str(file))
+        resolved = str(folder / "serve" / "config.yaml")
+        engine, bare = (Part(stack, sys.executable, script, resolved) for script in ("engine", "sampler"))
         eight: dict[str, Any] = {"case": "steps", **SMALL, "tenants": 8}
         client.ask(**eight | {"steps": 2})
         for number in range(rounds + 1):
             served, direct = client.ask(case="steps", **STEPS), engine.ask(**STEPS)
             tenants, alone = client.ask(**eight, steps=4), client.ask(case="steps", **SMALL, steps=32)
-            answers = client.ask(case="sample", **SAMPLES, answer=ANSWER)
-            plain = bare.ask(case="sample", **SAMPLES, answer_tokens=ANSWER)
+            sampled = [sample(client, bare, folder) for _ in range(SAMPLES_IN_ROUND)]
             snapshot, push = client.ask(case="snapshot", length=16), bare.ask(case="push", length=16)
             figures = {
                 "service_vs_engine": direct / served,
                 "adapters_8_vs_1": tenants / alone,
-                "sample_vs_engine": plain / answers,
+                "sample_vs_engine": statistics.median(adapter / answers for answers, adapter, _ in sampled),
+                "sample_vs_base": statistics.median(base / answers for answers, _, base in sampled),
                 "snapshot_to_first_token": snapshot,
                 "snapshot_vs_push": snapshot / push,
                 "steps_per_second": STEPS["steps"] / served,
@@ -151,6 +167,11 @@ def measure_peer(folder: Path, python: str, rounds: int) -> float:
     Its environment: `uv pip install 'skyrl-tx[tinker]==0.3.0' 'jax>=0.8,<1' flax optax 'tinker<0.12'`, without its extra `jax`, which is CUDA's.
     """
     url, model, launcher = free_url(), str(folder / "model"), folder / "bin" / "uv"
+    settings = folder / "model" / "config.json"
+    given = json.loads(
+        settings.read_text()
+    )  # as transformers 5 writes it; that environment has 4, which has the base of the rotation here
+    settings.write_text(json.dumps({**given, "rope_theta": given["rope_parameters"]["rope_theta"]}))
     launcher.parent.mkdir()
     # The server starts its engine by `uv run --extra tinker --extra jax -m MODULE`, which would install that extra.
     launcher.write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec {python} "$@"\n')

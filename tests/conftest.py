@@ -7,14 +7,17 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, settings
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
+from polyreme.experience.store_errors import USER_RULES
 from support.configs import run_config
 from support.jitter import delay_tasks
 from support.tiny_tokenizer import model_files
@@ -32,6 +35,16 @@ def pytest_configure() -> None:
     """Delays tasks at random if JITTER, the seed, is set."""
     if seed := os.environ.get("JITTER"):
         delay_tasks(int(seed))
+
+
+@pytest.fixture(autouse=True)
+def no_lost_failure(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test in which a task's failure turns out to be lost; its own or an earlier test's."""
+    yield
+    messages = [
+        record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when) if record.name == "asyncio"
+    ]
+    assert not [message for message in messages if "never retrieved" in message]
 
 
 _ALL_REAL = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.real\b", re.MULTILINE)
@@ -65,10 +78,19 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real server with production settings, on a free port, for the whole session."""
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A real server with production settings, on a free port, for the whole session. Its URL's user may do everything."""
     with EmbeddedServer.start(tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_url(redis_server: EmbeddedServer) -> str:
+    """The URL of that server with a user who has no more than the rights that a run needs."""
+    with BlockingRedis.from_url(redis_server.url) as client:
+        client.execute_command("ACL", "SETUSER", "polyreme", "on", ">least", *USER_RULES.split())
+    parts = urlsplit(redis_server.url)
+    return parts._replace(netloc=f"polyreme:least@127.0.0.1:{parts.port}").geturl()
 
 
 @pytest.fixture

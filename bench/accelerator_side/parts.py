@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,15 @@ import numpy as np
 import torch
 from accelerator_side.steps import (
     ADAM,
+    LR,
     Place,
     Rows,
     backward,
     our_seconds,
     our_step,
     peak_vs_estimate,
+    plain_loop_step,
+    plain_model,
     plain_seconds,
     plain_step,
     policy_of,
@@ -42,7 +46,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.layers.logprobs import Head, token_logprobs
 from polyreme_trainer.megatron.models.build import init_parallel, pick_spec
 from polyreme_trainer.megatron.offload.offload import Movable
-from polyreme_trainer.megatron.training.optimizer import Optimizer
+from polyreme_trainer.megatron.training.optimizer import Adam, Optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe")
@@ -137,14 +141,15 @@ def offload(place: Place) -> dict[str, Any]:
     movable = Movable(lambda: [*policy.tensors(), *optimizer.tensors()], place.device.pins)
     seconds = {}
     place.device.synchronize()
-    for name, move in (("leave", movable.leave), ("return", movable.come_back)):
-        began = time.perf_counter()
-        moved = move()
-        place.device.synchronize()
-        seconds[f"{name}_seconds"] = time.perf_counter() - began
+    for turn in ("first", "next"):  # the first one page-locks its memory on the host
+        for name, move in (("leave", movable.leave), ("return", movable.come_back)):
+            began = time.perf_counter()
+            moved = move()
+            place.device.synchronize()
+            seconds[f"{turn}_{name}_seconds"] = time.perf_counter() - began
     if not all(torch.equal(one, other) for one, other in zip(before, policy.module.parameters(), strict=True)):
         raise RuntimeError("expected the same bits after the return; found others")
-    return {**seconds, "gib": moved / 2**30, "leave_gb_per_second": moved / seconds["leave_seconds"] / 1e9}
+    return {**seconds, "gib": moved / 2**30, "leave_gb_per_second": moved / seconds["next_leave_seconds"] / 1e9}
 
 
 def sleep(place: Place) -> dict[str, Any]:
@@ -185,20 +190,50 @@ def speed(place: Place) -> dict[str, Any]:
         ours, parameters = our_seconds(place, shape, rows)
         rate = rows.ids.numel() / ours
         figures |= {f"{shape}/tokens_per_second": rate, f"{shape}/vs_torch": plain_seconds(place, shape, rows) / ours}
-        figures |= share_of_peak(place, shape, parameters, width, rate)
+        figures |= share_of_peak(place, shape, parameters, width, rate, passes=3)
         if not place.on_cpu:
             figures[f"{shape}/peak_vs_estimate"] = peak_vs_estimate(shape, rows, place)
     return figures
 
 
-def forward_7b(place: Place) -> dict[str, Any]:
-    """Log-probabilities per second of a 7B shape in bfloat16, against transformers' model with log_softmax."""
+def context(place: Place) -> dict[str, Any]:
+    """Seconds and peak bytes of an optimizer step on one long sequence, over those of plain torch with its flash attention; for the longest also
+    with recomputed MLPs."""
+    shape, widths = ("tiny", (512, 1024)) if place.on_cpu else ("long", (2048, 8192, 32_768))
+    path = shape_config(shape, place)
+    model = plain_model(place, shape)
+    plain = partial(plain_loop_step, model, torch.optim.AdamW(model.parameters(), lr=LR))
+    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+    figures = {}
+    kinds: tuple[tuple[Recompute | None, Sequence[int]], ...] = ((None, widths), ("selective", widths[-1:]))
+    for kind, lengths in kinds:
+        policy = random_policy(shape, place, recompute=kind)
+        ours = partial(our_step, policy, Optimizer(policy, Adam()))
+        for width in lengths:
+            rows, name = Rows(vocab, 1, width, ragged=False), f"{width}{'/' + kind if kind else ''}"
+            seconds, their_seconds = (place.seconds(partial(step, rows)) for step in (ours, plain))
+            figures[f"{name}/time_over_torch"] = seconds / their_seconds
+            if not place.on_cpu:  # so short a sequence is not seen in a process's memory
+                peak, their_peak = (place.peak(partial(step, rows)) for step in (ours, plain))
+                figures |= {f"{name}/peak_over_torch": peak / their_peak, f"{name}/peak_bytes_per_token": peak / width}
+    return figures
+
+
+def of_7b(place: Place) -> dict[str, Any]:
+    """A 7B shape in bfloat16: log-probabilities per second against transformers' model with log_softmax, and steps with adapters."""
     shape, width = ("tiny", 128) if place.on_cpu else ("7b", 2048)
     rows = Rows(json.loads((shape_config(shape, place) / "config.json").read_text())["vocab_size"], 2, width, ragged=False)
     ours, parameters = our_seconds(place, shape, rows, train=False)
-    rate = rows.ids.numel() / ours
-    figures = {"tokens_per_second": rate, "vs_torch": plain_seconds(place, shape, rows, train=False) / ours}
-    return figures | share_of_peak(place, shape, parameters, width, rate, train=False)
+    figures = {
+        "forward/tokens_per_second": rows.ids.numel() / ours,
+        "forward/vs_torch": plain_seconds(place, shape, rows, train=False) / ours,
+    }
+    step, _ = our_seconds(place, shape, rows, lora=LoraConfig(rank=16))
+    figures["lora/tokens_per_second"] = rows.ids.numel() / step
+    for name, seconds, passes in (("forward", ours, 1), ("lora", step, 2)):
+        share = share_of_peak(place, shape, parameters, width, rows.ids.numel() / seconds, passes)
+        figures |= {f"{name}/share_of_peak": value for value in share.values()}
+    return figures
 
 
 def head(place: Place) -> dict[str, Any]:
@@ -220,20 +255,27 @@ def head(place: Place) -> dict[str, Any]:
 
 
 def arena(place: Place) -> dict[str, Any]:
-    """GB/s between the shared memory of a version and the device, over those of a bare copy of page-locked memory."""
+    """GB/s from the device to the shared memory of a version and, as a reader, back, and those of a bare copy of page-locked memory."""
     nbytes = (64 if place.on_cpu else 1024) << 20
     shared = Arena.create(f"accelerator-{uuid.uuid4().hex[:8]}", nbytes)
+    reader = Arena.open(shared.path)
     try:
-        slot = torch.from_numpy(np.frombuffer(shared.slot_view(0), np.uint8))
+        if place.device.kind == "cuda":
+            shared.page_lock(torch)
+            reader.page_lock(torch)
+        slot, read = (np.frombuffer(each.slot_view(0), np.uint8) for each in (shared, reader))
         there = torch.zeros(nbytes, dtype=torch.uint8, device=place.device.torch)
         bare = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=place.device.pins)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nothing writes to a reader's memory
+            pairs = [("arena", torch.from_numpy(slot), torch.from_numpy(read)), ("bare", bare, bare)]
         figures = {}
-        for name, host in (("arena", slot), ("bare", bare)):
-            figures[f"{name}_to_device_gb_per_second"] = nbytes / place.seconds(partial(there.copy_, host)) / 1e9
-            figures[f"device_to_{name}_gb_per_second"] = nbytes / place.seconds(partial(host.copy_, there)) / 1e9
-        del slot
+        for name, written, source in pairs:
+            figures[f"device_to_{name}_gb_per_second"] = nbytes / place.seconds(partial(written.copy_, there)) / 1e9
+            figures[f"{name}_to_device_gb_per_second"] = nbytes / place.seconds(partial(there.copy_, source)) / 1e9
         return figures
     finally:
+        reader.close()
         shared.close()
 
 
@@ -262,7 +304,7 @@ def loop(place: Place) -> dict[str, Any]:
 
 PARTS: Mapping[str, Callable[[Place], dict[str, Any]]] = {
     part.__name__: part
-    for part in (doctor, parity, packing, recompute, lora, offload, sleep, head, arena, speed, forward_7b, loop)
+    for part in (doctor, parity, packing, recompute, lora, offload, sleep, head, arena, speed, context, of_7b, loop)
 }
 
 

@@ -6,6 +6,7 @@ Invariant: the parent imports nothing of torch before it starts parts by `spawn`
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -28,8 +29,8 @@ def start_method(device: str) -> str:
     return "fork"
 
 
-def run_part(part: str, device: str, method: str, left: float) -> dict[str, Any]:
-    """Runs a part for at most `left` seconds. Returns its figures, or its error."""
+def run_part(part: str, device: str, method: str, left: float, logs: Path | None = None) -> dict[str, Any]:
+    """Runs a part for at most `left` seconds. Returns its figures, or its error. What it printed stays as `PART.log` in `logs`."""
     with tempfile.TemporaryDirectory(prefix=f"accelerator-{part}-") as folder:
         context = multiprocessing.get_context(method)
         process = context.Process(target=_child, args=(part, device, folder, _free_port()))  # type: ignore[attr-defined]
@@ -42,6 +43,8 @@ def run_part(part: str, device: str, method: str, left: float) -> dict[str, Any]
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
+            if logs is not None:
+                shutil.copy(Path(folder) / "log", logs / f"{part}.log")
         if ended is None:
             return {"error": f"no end within {left:.0f} s"}
         if ended:

@@ -28,9 +28,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+    "long": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 8, "num_attention_heads": 14},
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
-"""Of Qwen2.5's models, and one for a processor."""
+"""Of Qwen2.5's models, one with few layers and a small vocabulary for long sequences, and one for a processor."""
 FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40S": 362e12}
 """Dense bfloat16 operations per second of NVIDIA's data sheets, by a part of the device's name."""
 ADAM = Adam(beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad=0.3)  # eps: keeps rounding of tiny gradients from becoming steps
@@ -136,10 +137,12 @@ def policy_of(path: Path, dtype: str, place: Place, recompute: Recompute | None 
     return policy
 
 
-def random_policy(shape: str, place: Place, trainable: bool = True) -> Policy:
+def random_policy(
+    shape: str, place: Place, trainable: bool = True, lora: LoraConfig | None = None, recompute: Recompute | None = None
+) -> Policy:
     """A Qwen2 of a shape with random weights, whose files are not needed."""
-    path = shape_config(shape, place)
-    policy = Policy(load_architecture(path), "bfloat16", place.device, trainable=trainable)
+    arch = load_architecture(shape_config(shape, place))
+    policy = Policy(arch, "bfloat16", place.device, trainable=trainable, recompute=recompute, lora=lora)
     with torch.no_grad():
         for name, parameter in policy.module.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
@@ -147,10 +150,10 @@ def random_policy(shape: str, place: Place, trainable: bool = True) -> Policy:
 
 
 def shape_config(shape: str, place: Place) -> Path:
-    vocab = 512 if shape == "tiny" else 151_936
+    vocab = 512 if shape in ("tiny", "long") else 151_936
     config = AutoConfig.for_model(
         "qwen2", **SHAPES[shape], num_key_value_heads=2 if shape != "7b" else 4, vocab_size=vocab,
-        tie_word_embeddings=shape != "7b", max_position_embeddings=4096,
+        tie_word_embeddings=shape != "7b", max_position_embeddings=65_536,
     )  # fmt: skip
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(place.folder / shape)
@@ -199,9 +202,9 @@ def plain_loop_step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows) ->
     optimizer.step()
 
 
-def our_seconds(place: Place, shape: str, rows: Rows, train: bool = True) -> tuple[float, int]:
+def our_seconds(place: Place, shape: str, rows: Rows, train: bool = True, lora: LoraConfig | None = None) -> tuple[float, int]:
     """Seconds of an optimizer step, or of the log-probabilities alone, and the number of the model's weights."""
-    policy = random_policy(shape, place, trainable=train)
+    policy = random_policy(shape, place, trainable=train, lora=lora)
     parameters = sum(each.numel() for each in policy.module.parameters())
     if train:
         return place.seconds(partial(our_step, policy, Optimizer(policy, Adam()), rows)), parameters
@@ -209,33 +212,37 @@ def our_seconds(place: Place, shape: str, rows: Rows, train: bool = True) -> tup
         return place.seconds(partial(policy.logprobs, *rows.packed(place.device.torch))), parameters
 
 
+def plain_model(place: Place, shape: str) -> Any:
+    """transformers' model of a shape, with random weights, in bfloat16 on the device; its attention is torch's, flash where it has it."""
+    gc.collect()
+    with place.device.torch:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place.folder / shape), dtype=torch.bfloat16)
+
+
 def plain_seconds(place: Place, shape: str, rows: Rows, train: bool = True) -> float:
     """The same with transformers' model and torch's AdamW."""
-    gc.collect()
-    config = AutoConfig.from_pretrained(place.folder / shape)
-    with place.device.torch:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = plain_model(place, shape)
     if train:
         return place.seconds(partial(plain_loop_step, model, torch.optim.AdamW(model.parameters(), lr=LR), rows))
     with torch.no_grad():
         return place.seconds(partial(plain_logprobs, model, rows))
 
 
-def share_of_peak(place: Place, shape: str, parameters: int, width: int, rate: float, train: bool = True) -> dict[str, float]:
-    """The share of the device's operations per second that `rate` tokens per second need: 2 for each weight, and attention's; a step
-    three times as many. Empty for an unknown device."""
+def share_of_peak(place: Place, shape: str, parameters: int, width: int, rate: float, passes: int) -> dict[str, float]:
+    """The share of the device's operations per second that `rate` tokens per second need: in each pass 2 for each weight, and attention's. A
+    step has three passes, one with a frozen base two. Empty for an unknown device."""
     name = "" if place.on_cpu else place.backend.get_device_name(0)
     peak = next((flops for part, flops in FLOPS.items() if part in name), None)
     size = SHAPES[shape]
     attention = 2 * size["num_hidden_layers"] * size["hidden_size"] * width  # causal: half of 4
-    return {} if peak is None else {f"{shape}/share_of_peak": (3 if train else 1) * (2 * parameters + attention) * rate / peak}
+    return {} if peak is None else {f"{shape}/share_of_peak": passes * (2 * parameters + attention) * rate / peak}
 
 
 def peak_vs_estimate(shape: str, rows: Rows, place: Place) -> float:
     """The peak of the device's memory in an optimizer step, over what `polyreme config check --memory` says of the same run."""
     config = parse_config(
         {
-            "device": place.device.kind, "iterations": 1, "groups_per_iteration": 1, "group_size": 2,
+            "device": place.device.kind, "iterations": 1, "groups_per_iteration": 1, "group_size": rows.rows,
             "model": {"path": str(place.folder / shape), "dtype": "bfloat16"},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
             "rollout": {"max_new_tokens": rows.width - 8, "max_model_len": rows.width},
@@ -248,6 +255,8 @@ def peak_vs_estimate(shape: str, rows: Rows, place: Place) -> float:
 
     def work() -> None:
         policy = random_policy(shape, place)
-        our_step(policy, Optimizer(policy, Adam()), rows)
+        optimizer = Optimizer(policy, Adam())
+        for _ in range(2):  # the first one makes the moments when its activations are gone
+            our_step(policy, optimizer, rows)
 
     return place.peak(work) / learner_memory(config).rank.nbytes

@@ -25,7 +25,7 @@ from polyreme_trainer.orchestrator.environment.episodes import Episodes
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.sampler import ReplicaSampler
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from support.replicas import Learner, Replica, hf_weights, model_files, replica
@@ -93,7 +93,7 @@ async def environment_process(url: str, run: Run, log: Path) -> AsyncIterator[tu
 class Side:
     """What the orchestrator has: a sampler over the replica, and episodes at one environment server."""
 
-    sampler: Sampler
+    sampler: ReplicaSampler
     episodes: Episodes
     tasks: list[Task]
 
@@ -112,7 +112,7 @@ class Side:
 async def side_of(stack: AsyncExitStack, run: Run, config: RunConfig, model: Path, pool: ReplicaPool) -> Side:
     assert config.environment is not None
     template = Template(model_files(model), config.data)
-    sampler = Sampler(RUN_ID, config, template, pool)
+    sampler = ReplicaSampler(RUN_ID, config, template, pool)
     client = EnvironmentClient(run, config.environment, config.data, 0)
     stack.push_async_callback(client.close)
     await client.refresh()

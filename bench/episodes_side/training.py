@@ -15,19 +15,23 @@ TOTAL_TOKENS = 40
 
 
 def episodes_vs_trl(work: Path, rounds: int) -> dict[str, float]:
-    """The ratio of the episodes per second. Prints those of each turn, with the mean rewards of its steps."""
+    """The ratios of the episodes per second. Prints those of each turn, with the mean rewards of its steps."""
     work.mkdir(parents=True, exist_ok=True)
     python, task = peer.trl_python(work), tool_task(work)
     tool = ("--tool", f"{CALCULATOR / 'calculator.py'}:Calculator.calculate", "--turns", TURNS)
-    ratios = []
+    ratios, floors = [], []
     for number in range(rounds):
         theirs = peer.trl(python, task, STEPS, LR, ("--max-new-tokens", TOTAL_TOKENS, *tool))
         ours = peer.polyreme(work, f"tool-{time.time_ns()}", task, STEPS, LR, 0)
         rates = [_rate(side["step_seconds"]) for side in (ours, theirs)]
         rewards = [_rewards(side["mean_rewards"]) for side in (ours, theirs)]
         print(f"round {number + 1}: {rates[0]:7.1f} episodes/s (rewards {rewards[0]}), TRL {rates[1]:7.1f} episodes/s (rewards {rewards[1]})", flush=True)  # fmt: skip
+        single = peer.parts(task, 8)
+        each = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in single.seconds.items())
+        print(f"the parts of an iteration whose episodes end after one answer of {single.length:.1f} tokens: {each}", flush=True)
         ratios.append(rates[0] / rates[1])
-    return {"episodes_vs_trl": statistics.median(ratios)}
+        floors.append(peer.SAMPLES / single.total / rates[1])
+    return {"episodes_vs_trl": statistics.median(ratios), "episodes_floor_vs_trl": statistics.median(floors)}
 
 
 def _rate(seconds: Sequence[float]) -> float:

@@ -11,23 +11,32 @@ from serve_side.client import tokens
 
 from polyreme.config.serve import ServeConfig, read_serve
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling, ServedAdapter, ServesAdapters
+from polyreme_rollout.engine.vllm_arguments import with_planned_loras
 from polyreme_rollout.local.weights import SavedWeights
 
 
-async def answer(engine: InferenceEngine, name: str, prompt: list[int], length: int) -> None:
-    request = EngineRequest(name, prompt, length, hash(name) % 2**62, "bench", Sampling(1.0, 1.0, -1, ()))
+async def answer(
+    engine: InferenceEngine, name: str, prompt: list[int], length: int, adapter: ServedAdapter | None = None
+) -> None:
+    request = EngineRequest(name, prompt, length, hash(name) % 2**62, "bench", Sampling(1.0, 1.0, -1, ()), adapter)
     found = [token async for new in engine.generate(request) for token in new.token_ids]
     assert len(found) == length
 
 
-async def sample(engine: InferenceEngine, prompts: int, length: int, samples: int, answer_tokens: int) -> float:
-    """Seconds until every prompt has its answers."""
+async def sample(
+    engine: InferenceEngine, prompts: int, length: int, samples: int, answer_tokens: int, adapter: str | None = None
+) -> float:
+    """Seconds until every prompt has its answers, with the adapter in a directory."""
+    served = None if adapter is None else ServedAdapter.newest(Path(adapter))
+    if served is not None:
+        assert isinstance(engine, ServesAdapters)
+        await engine.load_adapter(served)
     began = time.perf_counter()
     seed = int(began * 1e6) % 10**9
     await asyncio.gather(
         *(
-            answer(engine, f"{seed + number}x{sample}", tokens(seed + number, length), answer_tokens)
+            answer(engine, f"{seed + number}x{sample}", tokens(seed + number, length), answer_tokens, served)
             for number in range(prompts)
             for sample in range(samples)
         )
@@ -56,7 +65,7 @@ async def serve(config: ServeConfig, engine: InferenceEngine) -> None:
 
 def main() -> None:
     config = read_serve(Path(sys.argv[1]))
-    run = config.as_run()
+    run = with_planned_loras(config.as_run())
     with closing(load_engine(run.rollout.engine)(run, run.model.path, random_weights=False)) as engine:
         asyncio.run(serve(config, engine))
 

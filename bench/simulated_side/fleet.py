@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil  # type: ignore[import-untyped]
-from simulated_side.runs import COUNT, cpu_seconds
+from simulated_side.runs import COUNT, cpu_seconds, orchestrators_of
 
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Registry
@@ -52,14 +51,16 @@ class Moment:
     """What a run has done up to a time.
 
     Attributes:
-        samples: episodes of the groups that have left the orchestrator.
-        cpu_seconds: by process.
+        samples: episodes of the groups that have left the orchestrators.
+        cpu_seconds: by process, of all orchestrators together.
+        orchestrators: processor seconds of each orchestrator.
     """
 
     time: float
     samples: int
     tokens: int
     cpu_seconds: dict[str, float]
+    orchestrators: list[float]
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Window:
 
     Attributes:
         open_episodes: those of the environment servers.
-        peak_mib: the orchestrator's largest resident set.
-        files: the orchestrator's open files.
+        peak_mib: the largest resident set of an orchestrator.
+        files: the open files of the orchestrator that has most.
+        shares: the processor time of each orchestrator, as a part of that of all.
         log_bytes: per sample, of the groups in the log.
     """
 
@@ -79,6 +81,7 @@ class Window:
     peak_mib: float
     files: int
     log_bytes: float
+    shares: list[float]
 
     @property
     def seconds(self) -> float:
@@ -108,7 +111,9 @@ def episode_seconds(step: float) -> float:
 
 
 @asynccontextmanager
-async def fleet_run(server: EmbeddedServer, folder: Path, replicas: int, step: float) -> AsyncIterator[SimulatedRun]:
+async def fleet_run(
+    server: EmbeddedServer, folder: Path, replicas: int, step: float, orchestrators: int
+) -> AsyncIterator[SimulatedRun]:
     (folder / "run").mkdir(parents=True)
     (folder / "tool.py").write_text(TOOL)
     os.environ["PYTHONPATH"] = str(_BENCH)
@@ -137,7 +142,7 @@ async def fleet_run(server: EmbeddedServer, folder: Path, replicas: int, step: f
             **{"file": str(folder / "tool.py"), "episodes": OPEN * replicas, "worker_calls": OPEN * replicas},
             **{"max_turns": TURNS, "max_seconds": 3600.0, "step_timeout": 3 * LONGEST_TOOL, "start_timeout": START_SECONDS},
         },
-        trainer={"save_interval": 3},
+        trainer={"save_interval": 3, "orchestrators": orchestrators},
     ) as started:
         yield started
 
@@ -153,14 +158,16 @@ async def measured(started: SimulatedRun, redis_pid: int, replicas: int, seconds
     last = await _moment(started, redis_pid)
     redis, payloads = started.run.redis, started.run.key("payloads")
     sizes = [await redis.hstrlen(payloads, index) for index in await redis.hrandfield(payloads, 64)]
-    orchestrator = orchestrator_of(started)
+    processes = orchestrators_of(started)
+    spent = [after - before for before, after in zip(first.orchestrators, last.orchestrators, strict=True)]
     return Window(
         first,
         last,
         open_episodes=await _open_episodes(started),
-        peak_mib=_peak_mib(orchestrator.pid),
-        files=orchestrator.num_fds(),
+        peak_mib=max(_peak_mib(process.pid) for process in processes),
+        files=max(process.num_fds() for process in processes),
         log_bytes=sum(sizes) / max(1, len(sizes)) / GROUP,
+        shares=[seconds / sum(spent) for seconds in spent],
     )
 
 
@@ -169,7 +176,8 @@ async def _moment(started: SimulatedRun, redis_pid: int) -> Moment:
     groups = await redis.hlen(run.key("ledger")) - await redis.zcard(run.key("in_flight"))
     lines = (started.folder / COUNT).read_text().splitlines() if (started.folder / COUNT).exists() else []
     tokens = int(lines[-1].split()[1]) if lines else 0
-    return Moment(time.time(), GROUP * groups, tokens, cpu_seconds(started, redis_pid))
+    each = [sum(process.cpu_times()[:2]) for process in orchestrators_of(started)]
+    return Moment(time.time(), GROUP * groups, tokens, cpu_seconds(started, redis_pid), each)
 
 
 async def _open_episodes(started: SimulatedRun) -> int:
@@ -177,12 +185,6 @@ async def _open_episodes(started: SimulatedRun) -> int:
         [lease] = await Registry(started.run).leases("environment")
         lines = (await client.get(f"http://{lease.http_address}/metrics")).text.splitlines()
     return int(next(float(line.split()[1]) for line in lines if line.startswith("polyreme_environment_episodes ")))
-
-
-def orchestrator_of(started: SimulatedRun) -> psutil.Process:
-    """The orchestrator's process."""
-    children = psutil.Process(started.children["train"].pid).children()
-    return next(child for child in children if "polyreme_trainer.orchestrator" in child.cmdline())
 
 
 def _peak_mib(pid: int) -> float:

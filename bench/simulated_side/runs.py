@@ -86,6 +86,12 @@ async def _iterations(started: SimulatedRun) -> AsyncIterator[dict[str, Any]]:
     raise RuntimeError(f"the run ended or stalled: {await started.run.state()}\n{started.logs()}")
 
 
+def orchestrators_of(started: SimulatedRun) -> list[psutil.Process]:
+    """The orchestrators' processes, the leading one first."""
+    found = [(child.cmdline(), child) for child in psutil.Process(started.children["train"].pid).children()]
+    return [child for words, child in sorted(found, key=lambda each: each[0][-1:]) if "polyreme_trainer.orchestrator" in words]
+
+
 def cpu_seconds(started: SimulatedRun, redis_pid: int) -> dict[str, float]:
     """Returns the CPU seconds of each process so far."""
     children = {name: child.pid for name, child in started.children.items()}
@@ -93,7 +99,8 @@ def cpu_seconds(started: SimulatedRun, redis_pid: int) -> dict[str, float]:
     for name in children.keys() & {"reward", "environment"}:
         pids[name] = [children[name], *(child.pid for child in psutil.Process(children[name]).children(recursive=True))]
     pids["supervisor"] = [children["train"]]
-    for child in psutil.Process(children["train"]).children():
-        pids["orchestrator" if "polyreme_trainer.orchestrator" in child.cmdline() else "learner"] = [child.pid]
+    orchestrators = orchestrators_of(started)
+    pids["orchestrator"] = [process.pid for process in orchestrators]
+    pids["learner"] = [each.pid for each in psutil.Process(children["train"]).children() if each not in orchestrators]
     pids["bench"] = [psutil.Process().pid]
     return {name: sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in group) for name, group in pids.items()}

@@ -22,16 +22,30 @@ from typing import Annotated, Any
 import typer
 
 from polyreme import API_VERSION
-from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.lifecycle import exit_at_once_on_sigterm, exit_on_error
+from polyreme.process.prompt_exit import prompt_exit
+from polyreme.process.quick_imports import quick_imports
+
+COMPLETING = "_POLYREME_COMPLETE"
+"""The variable by which a shell asks for completions."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand that is imported on demand: a function, or a typer application with its own subcommands."""
+    """A subcommand that is imported on demand: a function, or a typer application with its own subcommands.
+
+    Attributes:
+        description: its line of help, or the entry point whose source has it.
+    """
 
     name: str
-    help: str
+    description: str | EntryPoint
     load: Callable[[], Callable[..., object] | typer.Typer]
+
+    @property
+    def help(self) -> str:
+        """One line. Of an installed service, it is read and parsed now, which takes longer than the start of a command."""
+        return self.description if isinstance(self.description, str) else _first_line(self.description)
 
 
 @cache
@@ -114,25 +128,30 @@ def commands() -> tuple[Command, ...]:
         ),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):
-        found.append(Command(point.name, _first_line(point), point.load))
+        found.append(Command(point.name, point, point.load))
     return tuple(found)
 
 
-def build_app(argv: Sequence[str]) -> typer.Typer:
-    """The command line for `argv`. Imports the subcommand that it names; the others are names with one line of help."""
+def build_app(argv: Sequence[str], completing: bool = False) -> typer.Typer:
+    """The command line for `argv`. Imports the subcommand that it names. Without a name, and to complete one, the others are names with one
+    line of help."""
     app = typer.Typer(
         name="polyreme",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in commands():
-        if list(argv[:1]) != [command.name]:
-            app.command(command.name, help=command.help)(_not_imported)
-        elif isinstance(loaded := command.load(), typer.Typer):
+    named = [command for command in commands() if list(argv[:1]) == [command.name]]
+    for command in named:
+        with quick_imports():
+            loaded = command.load()
+        if isinstance(loaded, typer.Typer):
             app.add_typer(loaded, name=command.name)
         else:
             app.command(command.name)(loaded)
+    for command in () if named and not completing else commands():
+        if command not in named:
+            app.command(command.name, help=command.help)(_not_imported)
     return app
 
 
@@ -141,14 +160,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an unencodable character must not end a run
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container ignores SIGTERM by default
-    with exit_on_error("polyreme"):
-        build_app(typed_words(sys.argv[1:], os.environ))(prog_name="polyreme")
+    if sys.argv[1:2] in (["serve"], ["sampler"]):
+        exit_at_once_on_sigterm()
+    else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container ignores SIGTERM by default
+    with prompt_exit(), exit_on_error("polyreme"):
+        build_app(typed_words(sys.argv[1:], os.environ), COMPLETING in os.environ)(prog_name="polyreme")
 
 
 def typed_words(argv: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
     """The words after `polyreme`: the arguments, or the line of a shell that requests completions through `environment`."""
-    if "_POLYREME_COMPLETE" not in environment:
+    if COMPLETING not in environment:
         return argv
     return (environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS") or "").split()[1:]
 

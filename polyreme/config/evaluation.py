@@ -39,6 +39,15 @@ PART = "environment"
 _SEVERAL = ("mean", "best", "majority")  # METRIC@n, over all n answers
 
 
+def check_pattern(pattern: str | None) -> str | None:
+    """Returns the pattern. Raises ValueError when it is not a regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"the pattern is not a regular expression: {error}") from None
+    return pattern
+
+
 class EvaluationSet(Section):
     """An additional set of held-out prompts, with separate metrics."""
 
@@ -63,10 +72,7 @@ class EvaluationSet(Section):
             raise ValueError(f"{name}/... are metrics of the training; choose another name")
         return name
 
-    @field_validator("pattern")
-    @classmethod
-    def _is_a_pattern(cls, pattern: str | None) -> str | None:
-        return check_pattern(pattern)
+    _is_a_pattern = field_validator("pattern")(check_pattern)
 
     @model_validator(mode="after")
     def _can_be_played(self) -> "EvaluationSet":
@@ -112,15 +118,6 @@ class EvaluationSet(Section):
 def pass_sizes(answers: int) -> list[int]:
     """The values k of pass@k for this number of answers: 1, 2, 4, ... and the number itself."""
     return sorted({*(2**power for power in range(answers.bit_length()) if 2**power <= answers), answers})
-
-
-def check_pattern(pattern: str | None) -> str | None:
-    """Returns the pattern. Raises ValueError when it is not a regular expression."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ValueError(f"the pattern is not a regular expression: {error}") from None
-    return pattern
 
 
 def without_part(metric: str, rewards: Sequence[str]) -> str:

@@ -107,10 +107,7 @@ class RunConfig(BaseConfig):
             tree["eval_sets"] = [{**each, "environment": new} if new else each for each, new in zip(sets, secured, strict=True)]
         return tree
 
-    @field_validator("eval_pattern")
-    @classmethod
-    def _is_a_pattern(cls, pattern: str | None) -> str | None:
-        return check_pattern(pattern)
+    _is_a_pattern = field_validator("eval_pattern")(check_pattern)
 
     @model_validator(mode="after")
     def _fits(self) -> "RunConfig":
@@ -131,6 +128,7 @@ class RunConfig(BaseConfig):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
         self._check_step_tokens()
+        self._check_orchestrators()
         if self.device == "cpu":
             self._check_vllm_on_cpu()
         elif self.rollout.cpu_sleep == "end":
@@ -183,6 +181,17 @@ class RunConfig(BaseConfig):
         if budget is not None and budget * parts < longest:
             raise ValueError(
                 f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts} tokens before it is too old; {key} = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget of {-(-longest // parts)}"
+            )
+
+    def _check_orchestrators(self) -> None:
+        count = self.trainer.orchestrators
+        if count > self.rollout.max_num_seqs:
+            raise ValueError(
+                f"trainer.orchestrators = {count} exceeds rollout.max_num_seqs = {self.rollout.max_num_seqs}, which they share; use fewer"
+            )
+        if count > 1 and self.environment is not None and self.environment.online is not None:
+            raise ValueError(
+                f"trainer.orchestrators = {count} has no effect with environment.online, whose groups one orchestrator makes; use 1"
             )
 
     def _check_what_is_learned_from(self) -> None:
@@ -240,7 +249,9 @@ class RunConfig(BaseConfig):
         has = {
             "the section `reward`, since the product gives the rewards": self.reward is not None,
             "a `teacher`": self.teacher is not None,
-            "data.eval or eval_sets, since only the product can play its tasks": bool(self.evaluation_sets),
+            "data.eval, or eval_sets without an `environment`, since only the product can play its tasks": any(
+                each.environment is None for each in self.evaluation_sets
+            ),
             "placement: colocated, since the product's requests would wait for the learner": self.placement == "colocated",
             "dynamic sampling": self.recipe.dynamic_sampling,
             "algorithm.skip_prompts": self.recipe.skip_prompts is not None,

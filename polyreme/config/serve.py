@@ -67,11 +67,36 @@ class ServeSampler(Section):
     transformers: TransformersConfig = TransformersConfig()
 
 
+class ServeAgents(Section):
+    """Session addresses: agents with an OpenAI or Anthropic client sample from a model, and its client reads their exact tokens."""
+
+    port: Operational[int] = Field(8451, ge=0, le=65535, description="Port of the session address, on `host`. 0: a free one.")
+    url: Operational[str | None] = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(/[^\s]*[^\s/])?$",
+        description="URL by which agents reach the session address, if a proxy changes it. null: the API's host, with `port`.",
+    )
+    tool_parser: Literal["hermes", "llama3_json"] = Field("hermes", description="As `environment.tool_parser` of a run.")
+    max_turns: int = Field(64, ge=1, description="Maximum number of turns of a session.")
+    max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of one answer.")
+    at_once: Operational[int] = Field(
+        256, ge=1, description="Maximum number of turns that are answered at once. Further ones are refused."
+    )
+    max_sessions: Operational[int] = Field(
+        4096, ge=1, description="Maximum number of sessions that are not ended, of all tenants."
+    )
+    max_age: Operational[float] = Field(
+        3600.0, gt=0, description="Seconds after its last turn, or its reward, at which a session that nobody ends is dropped."
+    )
+
+
 class ServeQuota(Section):
     """Bounds of one tenant."""
 
     models: int = Field(16, ge=1, description="Maximum number of models that are not unloaded.")
-    sessions: int = Field(4096, ge=1, description="Maximum number of sessions that are not finished.")
+    sessions: int = Field(
+        4096, ge=1, description="Maximum number of sessions that are not finished, and of agents' sessions that are not ended."
+    )
     requests: int = Field(4096, ge=1, description="Maximum number of requests that wait. Further ones are to be sent again.")
 
 
@@ -117,6 +142,7 @@ class ServeConfig(Section):
     model: ModelConfig
     learner: ServeLearner = ServeLearner()
     sampler: ServeSampler
+    agents: ServeAgents | None = Field(None, description="Session addresses. null: none.")
 
     @property
     def run_dir(self) -> Path:

@@ -266,6 +266,11 @@ class TrainerConfig(Section):
         gt=0,
         description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token budget do not count.",
     )
+    orchestrators: Operational[int] = Field(
+        1,
+        ge=1,
+        description="Orchestrator processes, which share the groups by index. More than 1 only where one needs a whole core: see [at scale](../design.md#at-scale).",
+    )
     max_restarts: Operational[int] = Field(
         3,
         ge=0,

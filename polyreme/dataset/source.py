@@ -76,10 +76,10 @@ def bytes_of(data: Sources) -> int:
     return sum(path.stat().st_size for path in tokens if path.exists())
 
 
-def digest_of(data: Sources) -> str:
+def digest_of(data: Sources, block: int = _BLOCK) -> str:
     """16 hex digits of the content of the sources' files; empty when a file is missing.
 
-    For a file beyond 64 MiB it uses the size and 64 evenly spaced blocks of 1 MiB.
+    For a file beyond 64 blocks it uses the size and 64 evenly spaced blocks. `block`: bytes, by default 1 MiB.
     """
     digest = xxhash.xxh3_64()
     try:
@@ -87,9 +87,9 @@ def digest_of(data: Sources) -> str:
             size = path.stat().st_size
             digest.update(size.to_bytes(8, "little"))
             with open(path, "rb") as file:
-                for number in range(min(_BLOCKS, -(-size // _BLOCK))):
-                    file.seek(max(number * _BLOCK, number * (size - _BLOCK) // (_BLOCKS - 1)))
-                    digest.update(file.read(_BLOCK))
+                for number in range(min(_BLOCKS, -(-size // block))):
+                    file.seek(max(number * block, number * (size - block) // (_BLOCKS - 1)))
+                    digest.update(file.read(block))
     except (OSError, DataError):  # the check of the inputs reports what is missing
         return ""
     return digest.hexdigest()

@@ -1,14 +1,17 @@
 """`polyreme.Run`: a run in a notebook or a script.
 
-Invariant: nothing is cached: each call reads the current records of the run. Only `stop` changes the run.
+Invariant: nothing is cached: each call reads the current records of the run. Only `stop` changes the run. Neither pandas nor polars
+is imported before a table is requested, and neither is required.
 """
 
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from polyreme.config.load import parse_config
 from polyreme.display.view import view
@@ -20,13 +23,14 @@ from polyreme.rundir.run_directory import Settings
 from polyreme.rundir.run_records import read_summary
 from polyreme.rundir.run_source import open_source
 from polyreme.rundir.run_status import RunStatus
-from polyreme.terminal.tables import Library, to_table
 from polyreme.terminal.terminal import TerminalConsole
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
+Library = Literal["pandas", "polars"]
+_LIBRARIES = ("pandas", "polars")
 _POLL_SECONDS = 0.5
 STOP_SECONDS = 660.0
 """Timeout in seconds for the current iteration, its save, and the end of the processes."""
@@ -227,3 +231,33 @@ class RunHandle:
 
 def _samples_per_iteration(settings: Settings) -> int:
     return int(settings["groups_per_iteration"]) * int(settings["group_size"])
+
+
+def to_table(rows: Iterable[Mapping[str, Any]], library: Library | None = None) -> Any:
+    """A DataFrame with one row per mapping. A mapping inside a row becomes columns named `outer.inner`; a missing value is null.
+
+    Args:
+        rows: JSON values by column.
+        library: pandas or polars. None: the first of these that is installed.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    chosen: str | None = library or next((name for name in _LIBRARIES if find_spec(name)), None)
+    if chosen not in _LIBRARIES:
+        raise ConfigError("pandas or polars", str(chosen or "neither"), "Install one: pip install pandas.")
+    if not find_spec(chosen):
+        raise ConfigError(f"an installed {chosen}", "none", f"Install it: pip install {chosen}.")
+    flat = [dict(_columns(row)) for row in rows]
+    frames = import_module(chosen)
+    if chosen == "pandas":
+        return frames.DataFrame(flat)
+    return frames.DataFrame(flat, infer_schema_length=None, strict=False)
+
+
+def _columns(row: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _columns(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -28,8 +28,9 @@ from polyreme.experience.metric_records import (
     read_record,
 )
 from polyreme.experience.run import RunState
+from polyreme.rundir.evaluations import evaluation_of
 from polyreme.rundir.learning import learning_lines
-from polyreme.rundir.progress import SPLIT, Progress, evaluation_of
+from polyreme.rundir.progress import SPLIT, Progress
 
 _STEP_METRICS = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second")
 """Metrics of a stage's step that its line shows."""

@@ -224,18 +224,12 @@ def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableTy
         )
         lines.append(_line(f"replicas {shown}", "dim"))
     elif progress.started is not None:
-        lines.append(_line(f"replicas {_starting(progress, now)}", "dim"))
+        engine, unknown = progress.engine_start, "none" if progress.newest else "starting"
+        lines.append(_line(f"replicas {unknown if engine is None else engine_starting(engine, now)}", "dim"))
     lines += [_line(text, "dim") for at, text in progress.notices if now - at < NOTICE_SECONDS][-2:]
     holding = progress.last.alarms if progress.last else ()
     alarms = [text for at, text in progress.alarms if text in holding or now - at < NOTICE_SECONDS]
     return lines + [_line(f"alarm: {alarm}", "bold red") for alarm in alarms[-3:]]
-
-
-def _starting(progress: Progress, now: float) -> str:
-    """The line about replicas while none has registered."""
-    if (engine := progress.engine_start) is None:
-        return "none" if progress.newest else "starting"
-    return engine_starting(engine, now)
 
 
 def _sample_lines(sample: Line, width: int) -> list[RenderableType]:

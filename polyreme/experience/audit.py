@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from polyreme.experience.listing import attached
 from polyreme.experience.run import Run
-from polyreme.experience.store import connect
 
 STATES = ("admitted", "appended", "planned", "released", "dropped", "failed")
 
@@ -181,12 +181,8 @@ async def audit_main(redis_url: str, run_id: str | None) -> int:
         StoreError: Redis cannot be reached.
         UnavailableError: Redis does not have the run.
     """
-    redis = await connect(redis_url)
-    try:
-        run = await Run.attach(redis, run_id, timeout=0)
+    async with attached(redis_url, run_id, wait=0) as run:
         result = (await LogSnapshot.take(run)).audit()
-    finally:
-        await redis.aclose()
     console = Console()
     console.print(title(result), soft_wrap=True, highlight=False, markup=False)
     console.print(render(result))

@@ -24,7 +24,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
-from polyreme.experience.store import LOADING_TIMEOUT, REQUIRED_SETTINGS
+from polyreme.experience.store import LOADING_TIMEOUT
+from polyreme.experience.store_errors import REQUIRED_SETTINGS
 from polyreme.net.ports import free_port, is_free, join, loopback
 from polyreme.net.redis_url import with_password
 from polyreme.process.lifecycle import die_with_parent

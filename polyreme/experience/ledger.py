@@ -16,9 +16,11 @@ from typing import Any
 
 from polyreme.errors import StaleTermError
 from polyreme.experience.log_reader import COMMITS_BOUND, Admission, LogReader, Plan, Unplanned
+from polyreme.experience.metric_records import Line
 from polyreme.experience.pass_rates import PassRates, Tally
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleAttemptError, TransitionError
+from polyreme.experience.shard import ONLY, Shard
 
 __all__ = [
     "Admission",
@@ -34,7 +36,7 @@ __all__ = [
 
 
 class Writer(StrEnum):
-    """The two writers of the log: the orchestrator admits and appends; the learner plans, releases and pushes weights."""
+    """The writers of the log: the orchestrators admit and append; the learner plans, releases and pushes weights."""
 
     ORCHESTRATOR = "orchestrator"
     LEARNER = "learner"
@@ -42,7 +44,7 @@ class Writer(StrEnum):
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a writer. Only the holder of the highest counter can change the log."""
+    """A term of a writer, of which each orchestrator is one. Only the holder of the highest counter can change the log."""
 
     writer: Writer
     counter: int
@@ -68,20 +70,22 @@ class ExperienceLog(LogReader):
     Args:
         run: its run.
         term: a term that another object of the same process took (the learner's publisher has its own connection). None until `take`.
+        shard: the orchestrator that writes, if it is not the only one.
     """
 
-    def __init__(self, run: Run, term: Term | None = None) -> None:
+    def __init__(self, run: Run, term: Term | None = None, shard: Shard = ONLY) -> None:
         super().__init__(run)
-        self.term = term
+        self.term, self.shard = term, shard
 
     async def take(self, writer: Writer) -> Term:
         """Takes over as `writer`. Every later change by its former holder raises StaleTermError."""
         token = uuid.uuid4().hex
-        counter = await self.run.scripts.call("take", writer.value, token)
+        role = self.shard.name if writer is Writer.ORCHESTRATOR else writer.value
+        counter = await self.run.scripts.call("take", role, token)
         self.term = Term(writer, int(counter), token)
         return self.term
 
-    # -- the orchestrator's changes
+    # -- an orchestrator's changes, to its own groups; the leading one admits and evaluates
 
     async def admit(self, most: int = 1) -> list[Admission]:
         """Admits up to `most` next groups. Admits none if they would exceed max_staleness, or before the learner has begun."""
@@ -112,11 +116,11 @@ class ExperienceLog(LogReader):
         await self.change("draft", *words)
 
     async def set_paused(self, indices: Collection[int]) -> None:
-        """Records which groups in flight wait for the learner's next version; all others are sampled.
+        """Records which of its groups in flight wait for the learner's next version; all others are sampled.
 
         A paused group is not a straggler. When it continues, its time counts from then on.
         """
-        await self.change("pause", *sorted(indices))
+        await self.change("pause", self.shard.number, *sorted(indices))
 
     async def append(
         self,
@@ -165,6 +169,12 @@ class ExperienceLog(LogReader):
         """Drops a group that was not sampled. Returns False when it was dropped before. Raises StaleAttemptError as `append`."""
         words = (index, attempt, "-", _one_line(reason), *_words(None))
         return bool(await self.change("drop", *words, keys=[self._pass_rates]))
+
+    async def report(self, done: Line) -> None:
+        """Stores what this orchestrator has done in its term, for the leading one's records."""
+        assert self.term is not None
+        text = json.dumps({"term": self.term.counter, "done": done})
+        await self.run.redis.hset(self.run.key("orchestrators"), self.shard.number, text)
 
     async def set_evaluated(self, version: int) -> None:
         """Records that evaluations up to `version` have ended or were skipped."""

@@ -1,10 +1,12 @@
-"""Lists the runs in a Redis, for commands that only read them.
+"""Finds runs in a Redis: all of them for commands that only read, or the one that a service belongs to.
 
 Invariant: nothing here changes a run, and no call loads a run's log.
 """
 
+import asyncio
 import json
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,8 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.metric_records import Line
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import key
+from polyreme.experience.store import connected
+from polyreme.process.lifecycle import stop_event
 
 _META = ("state", "reason", "iterations", "version")
 _SCAN_COUNT = 1000
@@ -67,3 +71,35 @@ async def list_runs(redis: Redis) -> list[ListedRun]:
         with suppress(UnavailableError):  # it has been removed since
             found.append(await list_run(redis, run_id))
     return found
+
+
+@asynccontextmanager
+async def attached(
+    redis_url: str, run_id: str | None, wait: float, reconnect_timeout: float | None = None, ended: bool = True
+) -> AsyncIterator[Run]:
+    """A run, with a connection of its own until the block ends. Arguments and errors are those of `connect` and `Run.attach`."""
+    async with connected(redis_url, reconnect_timeout) as redis:
+        yield await Run.attach(redis, run_id, wait, ended)
+
+
+@asynccontextmanager
+async def service_run(
+    redis_url: str, run_id: str | None, wait: float, reconnect_timeout: float | None = None
+) -> AsyncIterator[tuple[Run, asyncio.Event]]:
+    """Attaches to a run that has not ended, while the block runs.
+
+    Args:
+        run_id: None: the newest run.
+        wait: seconds to wait for it.
+        reconnect_timeout: see `connect`.
+
+    Yields:
+        The run, and the event that ends the service: a signal, or the end of the newest run. No graceful shutdown is needed before.
+
+    Raises:
+        StoreError, UnavailableError: see `connect` and `Run.attach`.
+    """
+    async with attached(redis_url, run_id, wait, reconnect_timeout, ended=False) as run:
+        stop = stop_event()
+        async with run.set_when_over(stop) if run_id is None else nullcontext():
+            yield run, stop

@@ -1,6 +1,6 @@
 """Records of the fraction of a model's weights that a process has loaded.
 
-Invariant: a load emits at most one record every REPORT_SECONDS, and none when it takes less time than that.
+Invariant: a load emits at most one record in an interval, and none when it takes less time than that.
 """
 
 import time
@@ -24,14 +24,15 @@ class LoadingPace:
 
     began: float
     reported: float
+    interval: float = REPORT_SECONDS
 
     def at(self, role: str, fraction: float, now: float) -> Loading | None:
         """Returns the record to emit when `fraction` (above 0) of the weights is loaded; None when no record is due.
 
-        A record is due REPORT_SECONDS after the previous one. If there was an earlier record, one is also due at the end, at fraction 1.
+        A record is due `interval` seconds after the previous one. If there was an earlier record, one is also due at the end, at fraction 1.
         """
         over = fraction >= 1 and self.reported > self.began
-        if now - self.reported < REPORT_SECONDS and not over:
+        if now - self.reported < self.interval and not over:
             return None
         self.reported = now
         left = (now - self.began) * (1 - fraction) / fraction
@@ -42,12 +43,12 @@ def unreported(role: str) -> None:
     """`LoadReports` of a process that reports nothing."""
 
 
-def reports_to(emit: Callable[[Loading], None]) -> LoadReports:
-    """`LoadReports` whose records go to `emit`."""
+def reports_to(emit: Callable[[Loading], None], interval: float | None = None) -> LoadReports:
+    """`LoadReports` whose records go to `emit`, see `LoadingPace`. `interval`: None: REPORT_SECONDS."""
 
     def begin(role: str) -> Loaded:
         now = time.monotonic()
-        pace = LoadingPace(now, now)
+        pace = LoadingPace(now, now, REPORT_SECONDS if interval is None else interval)
 
         def loaded(fraction: float) -> None:
             if record := pace.at(role, fraction, time.monotonic()):

@@ -4,6 +4,7 @@ Invariant: nothing here changes the log, or needs a term.
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from polyreme.experience.audit import Audit, LogSnapshot
 from polyreme.experience.metric_records import Line
 from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run
+from polyreme.experience.shard import ONLY, Shard
 
 COMMITS_BOUND = 4_000  # a new orchestrator reads the newest commit of each replica here
 _READ_AT_ONCE = 64  # payloads per command; a long reply would delay every other client
@@ -47,12 +49,14 @@ class Unplanned:
         planned: the newest iteration that has a plan.
         in_flight: (admitted version, index), oldest version first, then by index.
         appended: the oldest version of each appended group.
+        paused: the indices of groups in flight that are paused, if several orchestrators share the groups.
     """
 
     version: int
     planned: int
     in_flight: tuple[tuple[int, int], ...]
     appended: tuple[int, ...]
+    paused: frozenset[int] = frozenset()
 
 
 class LogReader:
@@ -76,25 +80,44 @@ class LogReader:
         )
         return int(base or 0) + int(count)
 
-    async def in_flight(self) -> list[Admission]:
-        """The groups admitted and not appended, oldest version first.
+    async def in_flight(self, shard: Shard = ONLY) -> list[Admission]:
+        """The groups of an orchestrator that are admitted and not appended, oldest version first.
 
         The orchestrator compares them with its own work. After a takeover it continues each under the same attempt, and an expired attempt
         appears here with the next number.
         """
         members = [int(m) for m in await self.run.redis.zrange(self.run.key("in_flight"), 0, -1)]
-        rows = await self.run.redis.hmget(self.run.key("ledger"), members) if members else []
-        words = [(index, row.split()) for index, row in zip(members, rows, strict=True)]
+        return await self.admitted([index for index in members if shard.owns(index)])
+
+    async def admitted(self, indices: Sequence[int]) -> list[Admission]:
+        """Those of these groups that are in flight, in the same order."""
+        rows = await self.run.redis.hmget(self.run.key("ledger"), list(indices)) if indices else []
+        words = [(index, row.split()) for index, row in zip(indices, rows, strict=True) if row is not None]
         return [Admission(index, int(row[1]), int(row[2])) for index, row in words if row[0] == b"admitted"]
+
+    async def next_index(self) -> int:
+        """The index of the group that is admitted next."""
+        first, count = await asyncio.gather(
+            self.run.redis.hget(self.run.key("meta"), "first_group"), self.run.redis.hlen(self.run.key("ledger"))
+        )
+        return int(first or 0) + int(count)
+
+    async def reports(self) -> dict[int, tuple[int, Line]]:
+        """By the number of an orchestrator that does not lead: the counter of its term, and what it has done in it."""
+        found = {
+            number: json.loads(text) for number, text in (await self.run.redis.hgetall(self.run.key("orchestrators"))).items()
+        }
+        return {int(number): (line["term"], line["done"]) for number, line in found.items()}
 
     async def unplanned(self) -> Unplanned:
         """The groups that no plan has taken."""
-        version, planned, in_flight, appended = await self.run.scripts.call("unplanned")
+        version, planned, in_flight, appended, paused = await self.run.scripts.call("unplanned")
         return Unplanned(
             version,
             planned,
             tuple((int(score), int(member)) for member, score in zip(in_flight[::2], in_flight[1::2], strict=True)),
             tuple(int(score) for score in appended[1::2]),
+            frozenset(paused),
         )
 
     async def partial_rollouts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:

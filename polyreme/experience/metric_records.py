@@ -121,9 +121,10 @@ class IterationTrained(_Numbered, kind="iteration"):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsPlanned(_Numbered, kind="rollout"):
-    """The groups of an iteration are planned."""
+    """The groups of an iteration are planned. `groups`: how many each of several orchestrators has brought into the log since the plan before."""
 
     iteration: int
+    groups: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

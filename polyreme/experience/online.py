@@ -6,6 +6,8 @@ Invariant: what a script has answered survives every process. A session is in at
 sessions. Only the orchestrator ends sessions. What an ended session keeps is its state, for a while.
 """
 
+import hashlib
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,16 @@ from polyreme.experience.run import Run
 
 REASONS = ("stale", "no_reward", "no_group", "invalid")
 """Why sessions are dropped: too old a policy; no reward, or no group of its task, within max_age; turns that this run cannot read."""
+
+
+def session_key(secret: str, id: str) -> str:
+    """The key of a session: derived, so that every server that has the secret knows it."""
+    return f"{id}.{hmac.digest(secret.encode(), f'session {id}'.encode(), hashlib.sha256).hex()}"
+
+
+def session_url(server: str, id: str) -> str:
+    """The address of a session on a server `http://host:port`, from which agents reach the policy."""
+    return f"{server}/s/{id}/v1"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""The codec of groups.
+"""The codec of groups, and of the learner's results for their samples.
 
 Invariant: every decoded group is consistent, and encoding followed by decoding preserves every bit. Number arrays are raw little-endian
 bytes inside protobuf, so reading one is a view. Both directions validate, so no invalid group enters or leaves the log.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
+from polyreme.experience.metric_records import Line
 from polyreme.experience.record_checks import check_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn, UInt8
 
@@ -22,6 +25,7 @@ _U1: np.dtype[np.uint8] = np.dtype("u1")
 Number = TypeVar("Number", np.int32, np.float32, np.uint8)
 FORMAT = 2
 """The number of the payload's layout."""
+_DIGITS = 5  # of a float in the sample files
 
 
 def encode_group(group: GroupRecord) -> bytes:
@@ -168,3 +172,60 @@ def _array(data: bytes, dtype: np.dtype[Number]) -> NDArray[Number]:
         )
     array = np.frombuffer(data, dtype=dtype)
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+@dataclass(frozen=True)
+class TrainedSamples:
+    """The learner's results for each sample of an iteration, in the order of its plan and of each group's samples: n samples with t tokens in
+    total that the policy sampled.
+
+    Attributes:
+        advantages: float32 [t], 0 where the token was not trained on.
+        weights: float32 [n], the sum of a sample's coefficients in the policy loss of an optimizer step, averaged over its steps.
+        steps: int32 [n, epochs], the optimizer steps of the iteration, counted from 1, that trained the sample.
+    """
+
+    advantages: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    steps: NDArray[np.int32]
+
+    def encode(self) -> bytes:
+        """The serialized protobuf TrainedSamples."""
+        advantages, weights = (values.astype("<f4").tobytes() for values in (self.advantages, self.weights))
+        message = pb.TrainedSamples(advantages=advantages, weights=weights, steps=self.steps.astype("<i4").tobytes())
+        return bytes(message.SerializeToString())
+
+    @classmethod
+    def decode(cls, payload: bytes) -> "TrainedSamples":
+        """Raises DataError when the payload is damaged."""
+        try:
+            message = pb.TrainedSamples.FromString(payload)
+            weights = np.frombuffer(message.weights, "<f4")
+            steps = np.frombuffer(message.steps, "<i4").reshape(len(weights), -1) if len(weights) else np.zeros((0, 0), np.int32)
+            return cls(np.frombuffer(message.advantages, "<f4"), weights, steps)
+        except (DecodeError, ValueError) as error:
+            raise DataError(
+                "a serialized TrainedSamples", f"{len(payload)} other bytes ({error})", "Report this as a bug."
+            ) from None
+
+    def fields(self, lengths: Sequence[int]) -> Iterator[Line]:
+        """Yields, for each sample, the fields of its line in the sample files.
+
+        Args:
+            lengths: the number of sampled tokens of each sample.
+
+        Raises:
+            DataError: the lengths do not match the samples.
+        """
+        if len(lengths) != len(self.weights) or sum(lengths) != len(self.advantages):
+            found = f"{len(self.weights)} samples with {len(self.advantages)} tokens"
+            raise DataError(f"{len(lengths)} trained samples with {sum(lengths)} tokens", found, "Report this as a bug.")
+        end = 0
+        for length, weight, steps in zip(lengths, self.weights.tolist(), self.steps.tolist(), strict=True):
+            values = self.advantages[end : end + length]
+            end += length
+            constant = not length or bool((values == values[0]).all())
+            advantage = (
+                float(f"{values[0]:.{_DIGITS}g}") if constant and length else [round(float(value), _DIGITS) for value in values]
+            )
+            yield {"advantage": advantage, "weight": float(f"{weight:.{_DIGITS}g}"), "optimizer_steps": steps}

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from polyreme.experience.scripts import Scripts, key
 from polyreme.experience.service_records import ServiceRecords
+from polyreme.process.lifecycle import until_set
 
 Worker = Literal["learner", "sampler"]
 QueueState = Literal["active", "paused_capacity"]
@@ -30,16 +31,6 @@ full: the log has no room now. quota: the tenant has too many open requests."""
 
 TENANT_DIGITS = 16
 """The hexadecimal digits of a tenant, a digest of its key."""
-MAX_OPEN = 20_000
-"""Most open requests of a worker."""
-MAX_LANE_BYTES = 1 << 30
-"""Most bytes of a model's open and kept requests."""
-RESULT_SECONDS = 6 * 3600.0
-"""How long a result can be read."""
-MAX_RESULT_BYTES = 256 << 20
-"""Most bytes of a session's results. Beyond them the oldest are deleted before their time."""
-RECORD_SECONDS = 7 * 86400
-"""How long a record lives that nobody renews."""
 MAX_NAMES = 10_000
 """Most records of a group that can be listed, the newest ones."""
 MAX_BEGUN = 4
@@ -98,10 +89,30 @@ def place_of(id: str, worker: Worker) -> LogPlace:
     return LogPlace(id, worker, lane, int(seq))
 
 
-class RequestLog:
-    """The log of the service `name` in a Redis that persists every write. `records`: for its observer."""
+@dataclass
+class RequestBounds:
+    """Bounds of a log, read at each use.
 
-    def __init__(self, redis: Redis, name: str) -> None:
+    Attributes:
+        open: most open requests of a worker.
+        lane_bytes: most bytes of a model's open and kept requests.
+        result_seconds: how long a result can be read.
+        result_bytes: most bytes of a session's results. Beyond them the oldest are deleted before their time.
+        record_seconds: how long a record lives that nobody renews.
+    """
+
+    open: int = 20_000
+    lane_bytes: int = 1 << 30
+    result_seconds: float = 6 * 3600.0
+    result_bytes: int = 256 << 20
+    record_seconds: int = 7 * 86400
+
+
+class RequestLog:
+    """The log of the service `name` in a Redis that persists every write. `records`: for its observer. `limits`: None: those of a service."""
+
+    def __init__(self, redis: Redis, name: str, limits: RequestBounds | None = None) -> None:
+        self.limits = limits or RequestBounds()
         self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
         self._waiters: dict[str, set[asyncio.Event]] = {}
@@ -110,26 +121,17 @@ class RequestLog:
     def _key(self, *parts: str) -> str:
         return key(self._name, ":".join(parts))
 
-    async def submit(self, place: LogPlace, payload: bytes, most: int = MAX_OPEN) -> Submitted:
-        """Adds a request. `most`: open requests of its tenant. Raises StoreError."""
+    async def submit(self, place: LogPlace, payload: bytes, most: int | None = None) -> Submitted:
+        """Adds a request. `most`: open requests of its tenant; None: as of the worker. Raises StoreError."""
         keys = [
             self._key("requests"),
             self._key("open", place.worker),
             self._key("result", place.id),
             self._key("lane", place.lane),
         ]
-        answer = await self._scripts.call(
-            "submit",
-            place.id,
-            payload,
-            place.seq,
-            MAX_OPEN,
-            MAX_LANE_BYTES,
-            place.worker,
-            tenant_in(place.id),
-            most,
-            keys=keys,
-        )
+        limits = self.limits.open, self.limits.lane_bytes
+        owner = place.worker, tenant_in(place.id), self.limits.open if most is None else most
+        answer = await self._scripts.call("submit", place.id, payload, place.seq, *limits, *owner, keys=keys)
         word: Submitted = answer.decode()
         return word
 
@@ -155,7 +157,7 @@ class RequestLog:
             ("results", client),
             ("bytes", client),
         ]
-        life = int(RESULT_SECONDS * 1000)
+        life = int(self.limits.result_seconds * 1000)
         keys = [self._key(*name) for name in names]
         arguments = (
             place.id,
@@ -165,7 +167,7 @@ class RequestLog:
             int(keep),
             place.lane,
             self._key("result"),
-            MAX_RESULT_BYTES,
+            self.limits.result_bytes,
             tenant_in(place.id),
         )
         return bool(await self._scripts.call("finish", *arguments, keys=keys))
@@ -176,9 +178,9 @@ class RequestLog:
         await self._scripts.call("forget", str(seq), lane, keys=keys)
 
     async def end(self, lane: str) -> None:
-        """Deletes all kept requests of a lane whose model is gone. The numbers of its requests are known for RECORD_SECONDS."""
+        """Deletes all kept requests of a lane whose model is gone. The numbers of its requests are known as long as a record."""
         await self.forget(lane, math.inf)
-        await self._redis.expire(self._key("lane", lane), RECORD_SECONDS)
+        await self._redis.expire(self._key("lane", lane), self.limits.record_seconds)
 
     async def lanes(self) -> set[str]:
         """The lanes with kept requests."""
@@ -198,9 +200,15 @@ class RequestLog:
 
     async def payload(self, place: LogPlace) -> bytes:
         """A request that is open or kept."""
-        found = await self._redis.hget(self._key("requests"), place.id)
-        assert found is not None, f"request {place.id} is neither open nor kept"
-        return bytes(found)
+        [found] = await self.payloads([place])
+        return found
+
+    async def payloads(self, places: Sequence[LogPlace]) -> list[bytes]:
+        """Requests that are open or kept."""
+        found = await self._redis.hmget(self._key("requests"), [place.id for place in places]) if places else []
+        lost = [place.id for place, payload in zip(places, found, strict=True) if payload is None]
+        assert not lost, f"requests {lost} are neither open nor kept"
+        return [bytes(payload) for payload in found]
 
     async def is_open(self, id: str) -> bool:
         """Whether a request waits for a worker, or is executed."""
@@ -238,7 +246,7 @@ class RequestLog:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Within the block, `result` returns as soon as there is one."""
+        """Within the block, `result` returns as soon as there is one. Raises StoreError, also in the middle of the block, when Redis is lost."""
 
         async def follow() -> None:
             last = await self.last_event()
@@ -248,9 +256,12 @@ class RequestLog:
                     for waiter in self._waiters.get(value, ()) if kind == "result" else ():
                         waiter.set()
 
+        over = asyncio.Event()
         task = asyncio.create_task(follow(), name="events of the request log")
+        task.add_done_callback(lambda _: over.set())
         try:
-            yield
+            async with until_set(over):
+                yield
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -278,13 +289,19 @@ class RequestLog:
         return {field.decode(): value.decode() for field, value in found.items()} or None
 
     async def set_record(self, kind: str, name: str, fields: Mapping[str, str], groups: Sequence[str] = ()) -> None:
-        """Stores fields of a session or a model, which expires RECORD_SECONDS after its newest use. `names` lists it in its groups."""
+        """Stores fields of a session or a model, which expires `record_seconds` after its newest use. `names` lists it in its groups."""
         await self._redis.hset(self._key(kind, name), mapping=dict(fields))
-        await self._redis.expire(self._key(kind, name), RECORD_SECONDS)
+        await self._redis.expire(self._key(kind, name), self.limits.record_seconds)
         for group in groups:
             await self._redis.zadd(self._key("names", kind, group), {name: time.time()}, nx=True)
             await self._redis.zremrangebyrank(self._key("names", kind, group), 0, -MAX_NAMES - 1)
-            await self._redis.expire(self._key("names", kind, group), 4 * RECORD_SECONDS)
+            await self._redis.expire(self._key("names", kind, group), 4 * self.limits.record_seconds)
+
+    async def delete_record(self, kind: str, name: str, groups: Sequence[str] = ()) -> None:
+        """Deletes a record, also from its groups."""
+        for group in groups:
+            await self._redis.zrem(self._key("names", kind, group), name)
+        await self._redis.delete(self._key(kind, name))
 
     async def names(self, kind: str, group: str) -> list[str]:
         """The records of a group, the newest first. Some may have expired."""
@@ -292,8 +309,8 @@ class RequestLog:
 
     async def used(self, kind: str, name: str) -> float:
         """When a record was last used, seconds since the epoch."""
-        return time.time() - RECORD_SECONDS + max(0, int(await self._redis.ttl(self._key(kind, name))))
+        return time.time() - self.limits.record_seconds + max(0, int(await self._redis.ttl(self._key(kind, name))))
 
     async def renew_record(self, kind: str, name: str) -> bool:
-        """Lets a record live for another RECORD_SECONDS. Returns whether there is one."""
-        return bool(await self._redis.expire(self._key(kind, name), RECORD_SECONDS))
+        """Renews a record. Returns whether there is one."""
+        return bool(await self._redis.expire(self._key(kind, name), self.limits.record_seconds))

@@ -23,7 +23,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTermError, StoreError, UnavailableError
 from polyreme.experience.metric_records import Line, MetricRecord, Restart, fields_of
 from polyreme.experience.scripts import Scripts, key
-from polyreme.experience.seal import check_config, check_files, seal_of
+from polyreme.net.seal import check_config, check_files, seal_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -72,9 +72,15 @@ class Run:
 
     @classmethod
     async def create(
-        cls, redis: Redis, run_id: str, config: RunConfig, model_files: Mapping[str, bytes], first_group: int = 0
+        cls,
+        redis: Redis,
+        run_id: str,
+        config: RunConfig,
+        model_files: Mapping[str, bytes],
+        first_group: int = 0,
+        newest: bool = True,
     ) -> "Run":
-        """Creates a run in state `starting` and makes it the newest run of this Redis.
+        """Creates a run in state `starting`.
 
         Args:
             redis: client from `store.connect`.
@@ -82,24 +88,32 @@ class Run:
             config: the resolved configuration.
             model_files: contents by file name of what a replica needs besides the weights (config.json, tokenizer files, ...).
             first_group: index of the first group in the log, where a fork continues its parent's data.
+            newest: whether it becomes the newest run of this Redis, which servers serve that are given no run id.
 
         Raises:
             ConfigError: the run id already exists.
         """
         place = {"first_group": first_group, "low_water": first_group}
-        return await cls(redis, run_id)._write("create", config, model_files, place)
+        return await cls(redis, run_id)._write("create", config, model_files, newest, place)
 
     @classmethod
-    async def resume(cls, redis: Redis, run_id: str, config: RunConfig, model_files: Mapping[str, bytes]) -> "Run":
-        """Sets an existing run in any state back to `starting`, with this configuration. Keeps its log.
+    async def resume(
+        cls, redis: Redis, run_id: str, config: RunConfig, model_files: Mapping[str, bytes], newest: bool = True
+    ) -> "Run":
+        """Sets an existing run in any state back to `starting`, with this configuration. Keeps its log. `newest`: see `create`.
 
         Raises:
             UnavailableError: this Redis has no such run.
         """
-        return await cls(redis, run_id)._write("resume", config, model_files)
+        return await cls(redis, run_id)._write("resume", config, model_files, newest)
 
     async def _write(
-        self, script: str, config: RunConfig, model_files: Mapping[str, bytes], place: Mapping[str, int] | None = None
+        self,
+        script: str,
+        config: RunConfig,
+        model_files: Mapping[str, bytes],
+        newest: bool,
+        place: Mapping[str, int] | None = None,
     ) -> "Run":
         limits = {
             **(place or {}),
@@ -107,12 +121,14 @@ class Run:
             "max_staleness": config.max_staleness,
             "max_attempts": config.max_attempts,
             "iterations": config.iterations,
+            "orchestrators": config.trainer.orchestrators,
         }
         words: list[Any] = [word for pair in [*limits.items(), *model_files.items()] for word in pair]
         keys = [self.key("config"), self.key("files")]
         nonce, text = uuid.uuid4().hex, config.model_dump_json()
         self.start = int(await self.scripts.call(script, nonce, text, len(limits), *words, keys=keys))
-        await self.redis.set(CURRENT, self.run_id)
+        if newest:
+            await self.redis.set(CURRENT, self.run_id)
         self.seal = seal_of(self.run_id, text.encode(), model_files)
         return self
 
@@ -196,15 +212,15 @@ class Run:
         return bool(await self.redis.get(CURRENT) == self.run_id.encode()) and not (await self.state())[0].ended
 
     @asynccontextmanager
-    async def set_when_over(self, over: asyncio.Event) -> AsyncIterator[None]:
-        """Sets `over` when the run has ended or is no longer the newest, while the block runs. Ignores a Redis that does not answer."""
+    async def set_when_over(self, over: asyncio.Event, interval: float = OVER_SECONDS) -> AsyncIterator[None]:
+        """Sets `over` when the run has ended or is no longer the newest, while the block runs. It looks every `interval` seconds. Ignores a Redis that does not answer."""
 
         async def watch() -> None:
             while True:
                 with suppress(StoreError):
                     if not await self.is_current():
                         break
-                await asyncio.sleep(OVER_SECONDS)
+                await asyncio.sleep(interval)
             logger.info("run %s has ended", self.run_id)
             over.set()
 
@@ -290,7 +306,7 @@ class Run:
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
         """Waits up to `block_ms` milliseconds for events after `after_id` ("$": from now). Returns the new id and (kind, value) pairs.
 
-        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, device, reward. Events may be lost, so the
+        Kinds: admit, append, fail, drop, expire, pause, plan, version, evaluated, commit, state, lease, term, device, reward. Events may be lost, so the
         caller must also poll the keys.
         """
         entries = await self._read("events", after_id, block_ms, 1000)

@@ -15,7 +15,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import NoScriptError
 
 from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
-from polyreme.experience.store import RefusedError
+from polyreme.experience.store_errors import RefusedError
 
 KEYS = ("meta", "terms", "ledger", "in_flight", "appended", "plans", "payloads", "drafts", "events")
 

@@ -6,7 +6,7 @@ has it; the stream is bounded, so that a missing observer costs the newest recor
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -54,7 +54,7 @@ class SampledGroup:
             size += len(answer.text.encode()) + 16 * len(answer.token_ids)
             if kept and size > MAX_ANSWER_BYTES:
                 break
-            kept.append(asdict(answer))
+            kept.append(vars(answer))
         return json.dumps({"kind": "sampled", **vars(self), "answers": kept})
 
 

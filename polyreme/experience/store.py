@@ -8,29 +8,42 @@ time limit and with jitter. Acknowledged writes are on disk (`appendfsync always
 import asyncio
 import logging
 import os
-import socket
+import ssl
 import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from polyreme.errors import StoreError
-from polyreme.net.ports import join
-from polyreme.net.redis_url import PASSWORD, split
+from polyreme.experience.store_errors import (
+    REQUIRED_SETTINGS,
+    SERVER_FLAGS,
+    RefusedError,
+    address,
+    cause,
+    is_final,
+    store_error,
+)
+from polyreme.net.redis_url import PASSWORD, SENTINEL_PASSWORD, watched
 from polyreme.process.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
+Client = TypeVar("Client", bound=Redis)
+
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
-_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.InvalidResponse)
 _TRANSIENT = frozenset({"BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED"})
 """Codes of transient refusals. The command has changed nothing."""
-REQUIRED_SETTINGS = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-"""The settings with which Redis loses no acknowledged write."""
 _REPLICAS = "min-replicas-to-write"
-_SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in REQUIRED_SETTINGS.items())
 
 # All in seconds.
 SOCKET_TIMEOUT = 5.0
@@ -49,40 +62,6 @@ _REMINDER_INTERVAL = 10.0
 _RETRY = Backoff(first=0.02, longest=2.0)
 
 
-class RefusedError(StoreError):
-    """Redis answered a command with an error. This includes errors of our scripts; `Scripts` recognizes them by their code.
-
-    Attributes:
-        code, detail: the first word of the reply, and the rest.
-    """
-
-    def __init__(self, error: exceptions.ResponseError) -> None:
-        # The client removes a known code from the text.
-        first, _, rest = str(error).partition(" ")
-        self.code, self.detail = (error.status_code, str(error)) if error.status_code else (first, rest)
-        super().__init__(*_refusal(self.code, f"{self.code} {self.detail}"))
-
-
-def _refusal(code: str, reply: str) -> tuple[str, str, str]:
-    """Expected, found and do, for an error reply."""
-    match code:
-        case "OOM":
-            return (
-                "free memory in Redis for the experience log",
-                "Redis at its `maxmemory`",
-                "Raise maxmemory, or lower trainer.save_interval, so that groups are released sooner. Nothing was lost.",
-            )
-        case "READONLY" | "MISCONF":
-            return "a Redis that accepts writes", reply, "Use the primary, not a replica, and check that its disk has room."
-        case "NOPERM":
-            return (
-                "a Redis user with the permissions of a run",
-                reply,
-                "Grant this user read, write and scripting on polyreme:*.",
-            )
-    return "a Redis that executes commands", reply, "Check its log, and its replicas if it has any."
-
-
 class Store(Redis):
     """A Redis client that retries a command after a lost answer or a transient refusal, for `reconnect_timeout` seconds.
 
@@ -90,6 +69,7 @@ class Store(Redis):
 
     Attributes:
         replicas: number of Redis's replicas that have what a script has changed before its call returns; 0: it waits for none.
+        sentinels: the clients of the Sentinels that name the primary, if the URL does.
         room: of the commands that are sent at once; others wait in order.
         is_closed: it has been closed, so a command that fails is not sent again: its connection would stay open.
     """
@@ -97,12 +77,15 @@ class Store(Redis):
     reconnect_timeout = RECONNECT_TIMEOUT
     replicas = 0
     room: asyncio.Semaphore
+    sentinels: Sentinel | None = None
     is_closed = False
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Closes all connections. Commands that have no answer yet fail."""
         self.is_closed = True
         await super().aclose(close_connection_pool)
+        if self.sentinels is not None:
+            await self.sentinels.aclose()
 
     async def execute_command(self, *args: object, **options: object) -> object:
         """As in Redis.
@@ -131,7 +114,7 @@ class Store(Redis):
                 raise
             except (*_LOST, exceptions.InvalidResponse, exceptions.ResponseError) as error:
                 failure = store_error(self, error)
-                final = failure.code not in _TRANSIENT if isinstance(failure, RefusedError) else isinstance(error, _REFUSED)
+                final = failure.code not in _TRANSIENT if isinstance(failure, RefusedError) else is_final(error)
                 now = time.monotonic()
                 left = (
                     began + (LOADING_TIMEOUT if isinstance(error, exceptions.BusyLoadingError) else self.reconnect_timeout) - now
@@ -139,7 +122,7 @@ class Store(Redis):
                 if final or left <= 0 or self.is_closed:
                     raise failure from error
                 if now >= next_reminder:
-                    logger.warning("redis at %s: %s; retrying for another %.0f s", address(self), _cause(error), left)
+                    logger.warning("redis at %s: %s; retrying for another %.0f s", address(self), cause(self, error), left)
                     next_reminder = now + _REMINDER_INTERVAL
                 attempts += 1
                 await asyncio.sleep(min(left, _RETRY.draw(attempts)))
@@ -159,29 +142,24 @@ class Store(Redis):
         return answer
 
 
-async def connect(url: str, reconnect_timeout: float | None = None) -> Store:
+async def connect(url: str, reconnect_timeout: float | None = None, socket_timeout: float = SOCKET_TIMEOUT) -> Store:
     """A client of the Redis at `url` (redis://, rediss:// or unix://), after a check that it persists every write.
 
-    A URL without a password uses the environment variable PASSWORD; commands move passwords there: see `redis_url`.
+    A URL without a password uses the environment variable PASSWORD; commands move passwords there: see `redis_url`. With the parameter
+    `sentinel` the URL names Sentinels, which are asked for the primary at each new connection: see `redis_url.watched`.
 
     The client belongs to the running event loop. Close it with `aclose()`.
 
     Args:
         reconnect_timeout: budget of the first connection in seconds; None: FIRST_CONNECT_TIMEOUT. A process whose Redis is
             known to exist passes RECONNECT_TIMEOUT.
+        socket_timeout: seconds for one answer, after which a command is repeated.
 
     Raises:
         StoreError: no Redis answers, it refuses the connection, or its settings could lose experience.
     """
-    split(url)
     try:
-        client: Store = Store.from_url(  # type: ignore[assignment]
-            url,
-            socket_timeout=SOCKET_TIMEOUT,
-            socket_connect_timeout=SOCKET_TIMEOUT,
-            password=os.environ.get(PASSWORD) or None,  # a password in the URL takes precedence
-            retry=Retry(NoBackoff(), 0),  # execute_command retries; nested retries would multiply
-        )
+        client = _client(url, socket_timeout)
     except ValueError as error:
         raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", str(error), "Fix the URL.") from None
     client.room = asyncio.Semaphore(COMMANDS_AT_ONCE)
@@ -196,6 +174,68 @@ async def connect(url: str, reconnect_timeout: float | None = None) -> Store:
     return client
 
 
+@asynccontextmanager
+async def connected(url: str, reconnect_timeout: float | None = None) -> AsyncIterator[Store]:
+    """A client until the block ends. Arguments and errors are those of `connect`."""
+    client = await connect(url, reconnect_timeout)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+def _client(url: str, seconds: float) -> Store:
+    """A client that has not connected yet. Raises ValueError for a wrong parameter of the URL."""
+    place = watched(url)  # refuses an invalid URL
+    _check_certificates(parse_url(place.url if place else url))
+    if place is None:
+        return _connection(Store, url, PASSWORD, seconds)
+    sentinels = Sentinel([])
+    sentinels.sentinels = [_connection(_SentinelClient, each, SENTINEL_PASSWORD, seconds) for each in place.sentinel_urls]
+    options: dict[str, object] = {**_connection(Store, place.url, PASSWORD, seconds).connection_pool.connection_kwargs}
+    has_tls = urlsplit(place.url).scheme == "rediss"
+    client: Store = Store.from_pool(SentinelConnectionPool(place.name, sentinels, ssl=has_tls, **options))  # type: ignore[assignment]
+    client.sentinels = sentinels
+    return client
+
+
+def _connection(kind: type[Client], url: str, password: str, seconds: float) -> Client:
+    """A client of one server. `password`: the environment variable with its password; one in the URL takes precedence. `seconds`: for one answer."""
+    return kind.from_url(  # type: ignore[return-value]
+        url,
+        socket_timeout=seconds,
+        socket_connect_timeout=seconds,
+        password=os.environ.get(password) or None,
+        retry=Retry(NoBackoff(), 0),  # execute_command retries; nested retries would multiply
+    )
+
+
+class _SentinelClient(Redis):
+    """Named by its address in redis-py's report of Sentinels that did not answer."""
+
+    def __repr__(self) -> str:
+        return address(self)
+
+
+def _check_certificates(options: Mapping[str, object]) -> None:
+    """Raises StoreError for a file of the URL that TLS cannot use: redis-py would name none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for name, load in (
+        ("ssl_ca_certs", context.load_verify_locations),
+        ("ssl_certfile", Path.read_bytes),
+        ("ssl_keyfile", Path.read_bytes),
+    ):
+        if path := options.get(name):
+            try:
+                load(Path(str(path)))
+            except OSError as error:
+                raise StoreError(
+                    f"a PEM file for {name} of the Redis URL",
+                    f"{path}: {error.strerror}",
+                    "Fix the path, or let this user read the file.",
+                ) from None
+
+
 async def _check(client: Store) -> None:
     where = address(client)
     try:
@@ -205,7 +245,7 @@ async def _check(client: Store) -> None:
         raise StoreError(
             f"to read the settings of {where}",
             error.found,
-            "Allow the user of this URL the commands INFO and CONFIG GET. Polyreme checks that no write can be lost.",
+            f"Polyreme checks that no write can be lost. {error.do}",
         ) from None
     client.replicas = int(found.get(_REPLICAS, 0))
     version = str(server.get("redis_version", "0"))
@@ -216,52 +256,7 @@ async def _check(client: Store) -> None:
         raise StoreError(
             f"a Redis at {where} that persists every acknowledged write",
             ", ".join(f"{name} {value} (must be {REQUIRED_SETTINGS[name]})" for name, value in wrong.items()),
-            f"Start it with `redis-server {_SERVER_FLAGS}`, or change it in place with "
+            f"Start it with `redis-server {SERVER_FLAGS}`, or change it in place with "
             + "; ".join(f"`config set {name} {REQUIRED_SETTINGS[name]}`" for name in wrong)
             + " and `config rewrite`. Without a URL Polyreme starts its own Redis.",
         )
-
-
-def address(client: Redis) -> str:
-    """The address of a client's server, without its password."""
-    kwargs = client.connection_pool.connection_kwargs
-    return kwargs.get("path") or join(kwargs.get("host", "localhost"), kwargs.get("port", 6379))
-
-
-def store_error(client: Redis, error: Exception) -> StoreError:
-    """The StoreError of a failed command."""
-    if isinstance(error, exceptions.ResponseError):
-        return RefusedError(error)
-    where = address(client)
-    if isinstance(error, exceptions.BusyLoadingError):
-        return StoreError(
-            f"Redis at {where} to answer", "it is loading its data", "Wait until it has finished, then start again."
-        )
-    if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
-        return StoreError(
-            f"Redis at {where} to accept the login",
-            str(error),
-            f"Set {PASSWORD}. The URL names any user other than the default one: redis://user@host:port/0.",
-        )
-    if isinstance(error, exceptions.InvalidResponse):
-        return StoreError(f"a Redis at {where}", "a server that speaks another protocol", "Check host and port of the URL.")
-    return StoreError(
-        f"a Redis that answers at {where}",
-        _cause(error),
-        "Check the URL, and that Redis runs there and is reachable "
-        f"(`redis-server {_SERVER_FLAGS}` starts one). Without a URL Polyreme starts its own Redis.",
-    )
-
-
-def _cause(error: BaseException | None) -> str:
-    """The root cause, which redis-py wraps in several layers."""
-    first = error
-    while error is not None:
-        if isinstance(error, ConnectionRefusedError):
-            return "connection refused (nothing listens there)"
-        if isinstance(error, socket.gaierror):
-            return "no host of that name"
-        if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
-            return f"no answer within {SOCKET_TIMEOUT:g} s"
-        error = error.__cause__ or error.__context__
-    return str(first)

@@ -8,24 +8,21 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import httpx
 from starlette.types import Receive, Scope, Send
 
 from polyreme.gateway.client import ReplicaHttp
-from polyreme.gateway.events import EventSplitter, error_code, is_done
+from polyreme.gateway.limits import GatewayLimits
 from polyreme.gateway.metrics import GatewayMetrics
 from polyreme.gateway.names import ModelNames
 from polyreme.gateway.replicas import ReplicaTable, ServedReplica
-from polyreme.gateway.reply import Reply
+from polyreme.gateway.reply import EventSplitter, Reply, error_code, is_done
 from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedRequest, parse
 
 T = TypeVar("T")
 
-LAST_WORD_TIMEOUT = 5.0
-"""Seconds for sending the error at a deadline, so that a client that reads nothing does not occupy a place longer."""
 ATTEMPTS = 3
 """Maximum number of failed replicas per request."""
 _Outcome = Literal["answered", "failed", "refused"]
@@ -34,19 +31,6 @@ REPLICA_HEADER = "polyreme-replica"
 _REFUSAL = "policy_version"
 """Code of a replica's error: it serves another version, or has swapped to another one before the answer was complete."""
 _TO_CLIENT = (b"content-type", b"polyreme-policy-version", b"x-request-id")
-
-
-@dataclass(frozen=True)
-class GatewayLimits:
-    """Bounds of a gateway.
-
-    Attributes:
-        requests: maximum number of concurrent requests; further ones get 429.
-        seconds: deadline of a request, from its headers to the end of its reply.
-    """
-
-    requests: int
-    seconds: float
 
 
 class Forwarder:
@@ -86,7 +70,7 @@ class Forwarder:
         except TimeoutError:
             found = f"expected a request and its whole answer within {self._limits.seconds:g} s. Ask for less."
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_TIMEOUT):
+                async with asyncio.timeout(self._limits.last_word):
                     await reply.fail(504, found, "timeout")
         finally:
             self._active -= 1

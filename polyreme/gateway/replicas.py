@@ -1,6 +1,6 @@
 """The replicas of a run from the view of a gateway: addresses, versions and loads.
 
-Invariant: replicas join and leave with their leases. Version and load come from a replica's /metrics and are at most POLL_INTERVAL and one
+Invariant: replicas join and leave with their leases. Version and load come from a replica's /metrics and are at most one poll interval and one
 timeout old; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
 """
 
@@ -20,15 +20,11 @@ from polyreme.errors import StoreError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.gateway.client import ReplicaHttp
+from polyreme.gateway.limits import GatewayLimits
 from polyreme.gateway.names import VersionBounds, Wanted
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL = 1.0
-"""Seconds between two reads of the leases and the metrics."""
-POLL_TIMEOUT = 2.0
-LEAVE_TIMEOUT = 30.0
-"""Seconds for which a replica may still answer after its lease has gone: draining takes up to 25, see `polyreme_rollout.serving`."""
 _ALL_VERSIONS = VersionBounds()
 _VERSION, _READY, _LOAD = "polyreme_rollout_version", "polyreme_rollout_ready", "polyreme_rollout_active_slots"
 
@@ -45,7 +41,7 @@ class ServedReplica:
         load: number of sequences of the run, running or queued.
         outstanding: number of unfinished requests of this gateway.
         chosen: the count of all choices when it was last chosen.
-        gone: its lease has been gone for LEAVE_TIMEOUT. A lost machine does not end its connections.
+        gone: its lease has been gone for `GatewayLimits.leave`. A lost machine does not end its connections.
     """
 
     id: str
@@ -81,8 +77,8 @@ class ReplicaTable:
         http: client of the replicas.
     """
 
-    def __init__(self, run: Run, http: ReplicaHttp) -> None:
-        self._registry, self._http = Registry(run), http
+    def __init__(self, run: Run, http: ReplicaHttp, limits: GatewayLimits) -> None:
+        self._registry, self._http, self._limits = Registry(run), http, limits
         self._replicas: dict[str, ServedReplica] = {}
         self._leaving: dict[str, tuple[float, ServedReplica]] = {}  # replicas without a lease, with the time of its loss
         self._choices = itertools.count(1)
@@ -98,9 +94,9 @@ class ReplicaTable:
         return sorted({each.version for each in self._replicas.values() if each.version is not None}, reverse=True)
 
     async def keep_current(self) -> None:
-        """Refreshes after each POLL_INTERVAL. Never returns."""
+        """Refreshes after each poll interval. Never returns."""
         while True:
-            await asyncio.sleep(POLL_INTERVAL)
+            await asyncio.sleep(self._limits.poll_interval)
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -138,13 +134,13 @@ class ReplicaTable:
             logger.info("replica %s at %s joined", id, address)
             _, known = self._leaving.pop(id, (now, None))
             self._replicas[id] = known or ServedReplica(id, address, int(live[id].facts.get("max_model_len", 0)))
-        for id in [id for id, (since, _) in self._leaving.items() if now - since >= LEAVE_TIMEOUT]:
+        for id in [id for id, (since, _) in self._leaving.items() if now - since >= self._limits.leave]:
             self._leaving.pop(id)[1].gone.set()
 
     async def _poll(self, replica: ServedReplica) -> None:
         numbers: dict[str, float] = {}
         with suppress(httpx.TransportError, TimeoutError, ValueError):
-            async with asyncio.timeout(POLL_TIMEOUT):
+            async with asyncio.timeout(self._limits.poll):
                 reply = await self._http.send("GET", replica.address, "/metrics")
                 try:
                     numbers = _numbers((await reply.aread()).decode()) if reply.is_success else {}

@@ -1,6 +1,7 @@
 """The reply to one request of a gateway: a whole body, a stream of events, or an error in OpenAI's format.
 
-Invariant: a reply is sent once. An error is a status while nothing has been sent, and the stream's last event afterwards.
+Invariant: a reply is sent once. An error is a status while nothing has been sent, and the stream's last event afterwards. Only whole events
+are forwarded, each unchanged, so that a stream can break between two events but never inside one.
 """
 
 import json
@@ -8,12 +9,12 @@ from collections.abc import Iterable
 
 from starlette.types import Send
 
-from polyreme.gateway.events import DONE
-
 Headers = Iterable[tuple[bytes, bytes]]
 
 RETRY_AFTER = (b"retry-after", b"1")
 """Retry-After of 429 and 503 in seconds: about the time until a request ends or a replica is found."""
+_END = b"\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 def error_body(message: str, kind: str, code: str) -> bytes:
@@ -69,3 +70,30 @@ class Reply:
     async def _start(self, status: int, headers: Headers) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
         self.status = status
+
+
+class EventSplitter:
+    """Cuts a stream of bytes at the ends of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The events that `data` completes; may be empty."""
+        events, end, self._rest = (self._rest + data).rpartition(_END)
+        return events + end
+
+
+def is_done(events: bytes) -> bool:
+    """Whether whole events end with the end of an OpenAI stream."""
+    return events.endswith(DONE)
+
+
+def error_code(events: bytes) -> str | None:
+    """The code of the OpenAI error in the last event, '' if it has no code; None: the last event is not an error."""
+    *_, last = events.removesuffix(_END).rsplit(_END, 1)
+    event: dict[str, object] = json.loads(last.removeprefix(b"data: ")) if last.startswith(b"data: {") else {}
+    error = event.get("error")
+    if error is None:
+        return None
+    return str((error.get("code") if isinstance(error, dict) else None) or "")

@@ -1,4 +1,4 @@
-"""A stand-in of a Hugging Face hub's HTTP interface, for tests and demonstrations without a network.
+"""A stand-in of a Hugging Face hub's HTTP interface, for tests without a network.
 
 Contract: `huggingface_hub` and `datasets`, pointed at `url` by HF_ENDPOINT, find repositories, revisions, file lists and files as at the hub
 itself: `api/{models,datasets}/NAME/{revision,tree,paths-info}` and `[datasets/]NAME/resolve/REVISION/FILE`, with the hub's headers and error

@@ -9,8 +9,7 @@ import math
 from typing import Any
 
 from polyreme.import_config.convert import path, product, ratio, refused
-from polyreme.import_config.paddlenlp_batches import minibatches_of, per_iteration, prompts, samples
-from polyreme.import_config.paddlenlp_keys import CRITIC, RULES, SCHEDULES
+from polyreme.import_config.paddlenlp_keys import CRITIC, RULES, SCHEDULES, minibatches_of, per_iteration, prompts, samples
 from polyreme.import_config.rules import ITERATIONS, System, Values
 
 Fixed = dict[str, tuple[object, str]]

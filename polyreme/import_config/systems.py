@@ -13,12 +13,11 @@ from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
 from polyreme.import_config.openrlhf import OPENRLHF
 from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
-from polyreme.import_config.reading.read import read_file
+from polyreme.import_config.reading.read import read_file, refuse
 from polyreme.import_config.rules import ITERATIONS, Fate, System, Values
 from polyreme.import_config.scripts.trainer import read_script
 from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
 from polyreme.import_config.trl_batches import TRAINER
-from polyreme.import_config.unsupported import refuse
 from polyreme.import_config.verl.system import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}

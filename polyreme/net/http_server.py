@@ -2,7 +2,7 @@
 
 Invariant: the server installs no signal handler and ends with its block. With a token, only the probes, and the paths that the service
 declares open, are answered without it. Without one, no other web page reaches the server through a browser (`http_hosts`). A request body
-beyond BODY_LIMIT is refused and never kept. Slow and idle clients are bounded (`http_connections`).
+beyond the limit is refused and never kept. Slow and idle clients are bounded (`http_connections`).
 """
 
 import asyncio
@@ -154,6 +154,7 @@ async def serve_http(
     error_body: ErrorBody = detail_body,
     names: Iterable[str] = (),
     limits: ConnectionLimits | None = None,
+    body_bytes: int = BODY_LIMIT,
 ) -> AsyncIterator[int]:
     """Serves `app` until the block ends. Yields the port.
 
@@ -166,11 +167,12 @@ async def serve_http(
         error_body: returns the body of 401, 403, 413 and 421.
         names: host names by which clients reach the server, besides `host` and the machine's own.
         limits: of a client's requests and of all connections; None: the defaults.
+        body_bytes: of a request; a larger one gets 413.
 
     Raises:
         ConfigError: the port is taken, or the security settings cannot be used.
     """
-    app = BodyLimit(app, BODY_LIMIT, error_body)
+    app = BodyLimit(app, body_bytes, error_body)
     if security is not None and (token := tls.token(security)) is not None:
         app = RequireBearer(app, token, is_open, error_body)
     else:

@@ -4,6 +4,7 @@ Invariant: the returned URL has no password, and no message quotes the URL that 
 """
 
 import os
+from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 import typer
@@ -13,7 +14,10 @@ from polyreme.net.endpoint import is_loopback
 from polyreme.net.ports import join
 
 PASSWORD = "POLYREME_REDIS_PASSWORD"
+SENTINEL_PASSWORD = "POLYREME_SENTINEL_PASSWORD"
+"""The password of the Sentinels, which may have one of their own."""
 
+_SENTINEL_PORT = 26379
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -38,6 +42,40 @@ def without_password(url: str | None) -> str | None:
     user = login.partition(":")[0]
     query = "&".join(word for word in parts.query.split("&") if not word.startswith("password="))
     return f"{parts.scheme}://{user}{'@' * bool(user)}{address}{parts.path}{'?' * bool(query)}{query}"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A primary that Sentinels name.
+
+    Attributes:
+        name: what they call it.
+        sentinel_urls: their URLs, at least one, with the same TLS and without a login.
+        url: login, database and TLS of the primary. Its host is that of the first Sentinel.
+    """
+
+    name: str
+    sentinel_urls: tuple[str, ...]
+    url: str
+
+
+def watched(url: str) -> Watched | None:
+    """The primary of `redis://user@sentinel-1:26379/0?sentinel=NAME&sentinels=sentinel-2:26379,sentinel-3:26379`.
+
+    None: the URL is that of the server itself. Raises StoreError: this is no Redis URL.
+    """
+    parts = split(url)
+    words = [word.partition("=") for word in parts.query.split("&")]
+    given = {name: unquote(value) for name, _, value in words if name in ("sentinel", "sentinels")}
+    if not given:
+        return None
+    others = [split(f"redis://{each}") for each in given.get("sentinels", "").split(",") if each]
+    if parts.scheme == "unix" or not given.get("sentinel") or not all(each.hostname for each in (parts, *others)):
+        raise _invalid_url("Sentinels without the name of a primary or without a host")
+    rest = "&".join(f"{name}{sign}{value}" for name, sign, value in words if name not in given)
+    addresses = [join(each.hostname or "", each.port or _SENTINEL_PORT) for each in (parts, *others)]
+    urls = tuple(parts._replace(netloc=each, path="", query=rest).geturl() for each in addresses)
+    return Watched(given["sentinel"], urls, parts._replace(query=rest).geturl())
 
 
 def exposure(url: str) -> str:

@@ -12,9 +12,8 @@ from polyreme.experience.metric_records import Line
 from polyreme.page.notes import read_notes
 from polyreme.rundir.progress import Progress
 from polyreme.rundir.reader import RunReader, Sample, SampleQuery
-from polyreme.rundir.reader.axes import SECONDS
-from polyreme.rundir.reader.downsample import Series
 from polyreme.rundir.reader.index_rows import WALL_TIME
+from polyreme.rundir.reader.series import SECONDS, Series
 from polyreme.rundir.run_directory import flat_settings
 
 Answer = dict[str, Any]

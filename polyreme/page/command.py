@@ -13,8 +13,7 @@ from rich.console import Console
 
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
-from polyreme.experience.run import Run
-from polyreme.experience.store import connect
+from polyreme.experience.listing import attached
 from polyreme.net.http_server import serve_http
 from polyreme.net.redis_url import redis_option
 from polyreme.page import PATH
@@ -65,12 +64,8 @@ async def _serve(paths: list[Path], redis: str | None, host: str, port: int) -> 
 
 async def _run_dir(redis_url: str) -> Path:
     """The directory of the newest run in a Redis. Raises ConfigError when it is not on this machine."""
-    redis = await connect(redis_url)
-    try:
-        run = await Run.attach(redis, None, _ATTACH_SECONDS)
+    async with attached(redis_url, None, _ATTACH_SECONDS) as run:
         folder = (await run.config()).run_dir
-    finally:
-        await redis.aclose()
     found = read_run_file(folder)
     if found is None or found.run_id != run.run_id:
         raise ConfigError(

@@ -20,7 +20,7 @@ from polyreme.page import answers
 from polyreme.page.assets import STATIC
 from polyreme.page.runs import Runs
 from polyreme.rundir.reader import RunReader, SampleQuery, run_directories
-from polyreme.rundir.reader.axes import AXES
+from polyreme.rundir.reader.series import AXES
 from polyreme.rundir.run_records import write_atomically
 
 CURVE_POINTS = 300

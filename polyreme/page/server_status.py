@@ -18,7 +18,7 @@ from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.leases import Kind, Lease, Registry
 from polyreme.experience.run import Run
-from polyreme.experience.store import connect
+from polyreme.experience.store import connected
 from polyreme.net import tls
 from polyreme.net.direct_http import open_direct
 from polyreme.rundir.reader import RunReader
@@ -84,11 +84,8 @@ class ServerStatus:
         url = self._store or (redis_of(reader.run_dir, run_file) if run_file and run_file.redis_url else "")
         if not url:
             raise ConfigError(f"a Redis of run {reader.run_id}", "none", "Pass --redis.")
-        redis = await connect(url, _TIMEOUT)
-        try:
+        async with connected(url, _TIMEOUT) as redis:
             yield Run(redis, reader.run_id)
-        finally:
-            await redis.aclose()
 
 
 def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, object]:

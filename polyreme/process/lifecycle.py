@@ -32,6 +32,8 @@ REAP_TIMEOUT = 30.0
 OWNER_DIED = signal.SIGUSR1
 """Death signal of a service. Only the kernel sends it, so a service cannot take it for a request to drain. The kernel may send it several
 times, since it does so for each thread of the owner that had the service as a child."""
+GRACE_SECONDS = 5.0
+"""For what a part of a service does when it is asked to end, such as to write its records. Less than the ten seconds of a container."""
 EXIT_SECONDS = 20
 """The kernel ends a process this long after its owner's death, or `exit_on_signals`, has told it to exit."""
 _PR_SET_PDEATHSIG = 1
@@ -48,24 +50,16 @@ def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None
             os.kill(os.getpid(), death_signal)
 
 
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Suspends garbage collection, for imports of torch and vLLM: collections take a tenth of their time. They also run finalizers in the
-    middle of C code, where Python ignores an exception that a signal raises.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def freeze_gc() -> None:
-    """Makes the garbage collector ignore all existing objects. Call it once when startup is complete.
+def freeze_gc(collect: bool = True) -> None:
+    """Makes the garbage collector ignore all existing objects. Call it when startup is complete.
 
     A process that has imported torch or vLLM keeps a million objects; each collection of them takes a third of a second.
+
+    Args:
+        collect: whether to look for garbage first. After imports there is little.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries check for leaks at exit
 
@@ -233,12 +227,12 @@ def stop_event() -> StopEvent:
 
 
 @asynccontextmanager
-async def until_set(event: asyncio.Event) -> AsyncIterator[None]:
-    """Leaves the block when `event` is set: what the block waits for is cancelled, and the code after the block goes on."""
+async def until_set(event: asyncio.Event, grace: float = 0.0) -> AsyncIterator[None]:
+    """Leaves the block `grace` seconds after `event` is set: what the block waits for then is cancelled, and the code after the block goes on."""
 
     async def leave() -> None:
         await event.wait()
-        block.reschedule(0)
+        block.reschedule(asyncio.get_running_loop().time() + grace)
 
     try:
         async with asyncio.timeout(None) as block:
@@ -250,6 +244,13 @@ async def until_set(event: asyncio.Event) -> AsyncIterator[None]:
     except TimeoutError as error:
         if not (block.expired() and isinstance(error.__cause__, asyncio.CancelledError)):  # raised in the block
             raise
+
+
+def exit_at_once_on_sigterm() -> None:
+    """Makes SIGTERM end the process at once with status 0, until `stop_event` replaces that: for the start of a server, which has nothing to
+    finish or to remove yet, and where an exception in the middle of an import may become another one, or get lost.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 def exit_on_signals() -> None:

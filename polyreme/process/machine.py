@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,22 @@ def memory_limit() -> int:
         with suppress(OSError):
             texts.append(path.read_text().strip())
     return limit_of(psutil.virtual_memory().total, texts)
+
+
+def core_limit() -> int:
+    """Processor cores that this process may use at once: at least 1."""
+    texts = []
+    for folder in _own_groups():
+        with suppress(OSError):
+            texts.append((folder / "cpu.max").read_text())
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS has none
+    return cores_of(len(mine), texts)
+
+
+def cores_of(usable: int, quotas: list[str]) -> int:
+    """The smallest of the usable cores and the quotas of control groups (cgroup v2), "MICROSECONDS PERIOD" or "max PERIOD", rounded down."""
+    pairs = [text.split() for text in quotas]
+    return max(1, min([usable, *(int(quota) // int(period) for quota, period in pairs if quota.isdigit())]))
 
 
 @dataclass(frozen=True)
@@ -120,15 +136,16 @@ def device_count(kind: str, folder: Path = Path("/dev"), environ: Mapping[str, s
     return present if visible is None else min(present, sum(bool(device.strip()) for device in visible.split(",")))
 
 
-def has_device(kind: str) -> bool:
-    """Whether this process may use an accelerator of a kind, "cuda" or "npu": by its device files, or by the driver where it has none (WSL)."""
-    return device_count(kind) > 0 or (kind == "cuda" and _driver_devices() > 0)
-
-
-def _driver_devices() -> int:
+def cuda_driver_devices() -> int:
     """The number of devices that CUDA's driver reports; 0 without the driver. Creates no context."""
     try:
         driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:
         return 0
     return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
+def has_device(kind: str, folder: Path = Path("/dev"), driver_devices: Callable[[], int] = cuda_driver_devices) -> bool:
+    """Whether this process may use an accelerator of a kind, "cuda" or "npu": by its device files in `folder`, or by the driver where it has
+    none (WSL)."""
+    return device_count(kind, folder) > 0 or (kind == "cuda" and driver_devices() > 0)

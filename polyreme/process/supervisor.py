@@ -138,6 +138,7 @@ class Supervisor:
         max_restarts: of each process set.
         first_backoff: seconds before a process set's first restart.
         on_restart: called before each restart with the process set's name and how its process ended; must not block.
+        well_seconds: the restart counter resets after this much healthy uptime.
     """
 
     def __init__(
@@ -146,7 +147,9 @@ class Supervisor:
         max_restarts: int,
         first_backoff: float = 1.0,
         on_restart: Callable[[str, str], None] = lambda name, found: None,
+        well_seconds: float = WELL_SECONDS,
     ) -> None:
+        self._well_seconds = well_seconds
         self._process_sets, self._max_restarts, self._backoff = process_sets, max_restarts, restart_backoff(first_backoff)
         self._on_restart = on_restart
         self.draining = False
@@ -186,7 +189,7 @@ class Supervisor:
             lack = processes.lacked_memory()
             processes.kill()
             await processes.reap()
-            if asyncio.get_running_loop().time() - started > WELL_SECONDS:
+            if asyncio.get_running_loop().time() - started > self._well_seconds:
                 restart = without_memory = 0
             without_memory = without_memory + 1 if lack else 0
             if without_memory >= STARTS_WITHOUT_MEMORY:

@@ -23,7 +23,7 @@ def temp_root(room: int, environ: Mapping[str, str] = os.environ) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    candidates = [_default(), *_shorter(environ)]
+    candidates = [_default(environ), *_shorter(environ)]
     for candidate in candidates:
         if candidate is not None and _fits(candidate, room) and os.access(candidate, os.W_OK | os.X_OK):
             return candidate
@@ -34,9 +34,9 @@ def temp_root(room: int, environ: Mapping[str, str] = os.environ) -> Path:
     )
 
 
-def _default() -> Path | None:
+def _default(environ: Mapping[str, str]) -> Path | None:
     try:
-        return Path(tempfile.gettempdir()).absolute()
+        return Path(environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
     except OSError:  # neither TMPDIR nor any of Python's defaults is writable
         return None
 

@@ -6,7 +6,7 @@ errors (PolyremeError). Raising an error ends the check. Checks of stages are in
 Invariant: a check starts no service, runs no user code, and changes nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
@@ -20,8 +20,6 @@ GROUP = "polyreme.checks"
 STAGE_GROUP = "polyreme.stage_checks"
 MEMORY_GROUP = "polyreme.memory"
 """A report of memory: a function of the configuration and of a device's bytes (None: unknown), which yields the same."""
-Check = Callable[..., Iterator[str | PolyremeError]]
-"""A check: takes a RunConfig, or a StageConfig in the group of stages."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ from polyreme.experience.metric_records import (
     WarmStartStep,
     read_record,
 )
+from polyreme.experience.shard import role_of
+from polyreme.rundir.evaluations import comparable, evaluation_of
 from polyreme.rundir.learning import Learning
 
 SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
@@ -54,32 +56,6 @@ NOTICE_SECONDS = 300.0
 def stream_time(stream_id: str) -> float:
     """Unix time in seconds at which Redis received an entry. The first half of its id is that time in milliseconds."""
     return int(stream_id.partition("-")[0]) / 1000
-
-
-def evaluation_of(record: Evaluation) -> tuple[str, float]:
-    """The name and value of an evaluation's deciding result: that of `eval_best` if it is set, otherwise `accuracy` when every answer is
-    right or wrong, or the mean `score`."""
-    if result := record.result:
-        return str(result["metric"]), float(result["value"])
-    name = "accuracy" if "accuracy" in record.metrics else "score"
-    return name, float(record.metrics[name])
-
-
-def comparable(one: Evaluation, other: Evaluation) -> bool:
-    """Whether the results of two evaluations have the same meaning: the same metric, on the same held-out prompts, answered in the same
-    way. The mean of a set is called `score` as soon as an answer is partly right. A record without `held_out` fits every other."""
-    prompts = {record.held_out for record in (one, other) if record.held_out is not None}
-    return len(prompts) <= 1 and _metric(one) == _metric(other)
-
-
-def _metric(record: Evaluation) -> str:
-    return _mean_as_score(evaluation_of(record)[0])
-
-
-def _mean_as_score(metric: str) -> str:
-    prefix, slash, last = metric.rpartition("/")
-    is_reward = prefix.rpartition("/")[2] == "reward"  # it may also be called `accuracy`
-    return f"{prefix}{slash}score" if last == "accuracy" and not is_reward else metric
 
 
 @dataclass
@@ -250,6 +226,14 @@ class Progress:
         """Result of the newest version, or None when it was not evaluated. An older version's result does not replace it."""
         return self.evaluations.get(self.newest) if self.iterations else None
 
+    def orchestrators(self) -> dict[str, dict[str, int]]:
+        """Of several orchestrators, by name: the groups that each brought into the log between the two newest plans, and its restarts."""
+        groups = (self.rollout.groups if self.rollout else None) or ()
+        names = [role_of(number) for number in range(len(groups))]
+        return {
+            name: {"groups": count, "restarts": self.restarts.get(name, 0)} for name, count in zip(names, groups, strict=True)
+        }
+
     def rollout_wait(self, iteration: int) -> float | None:
         """Idle time of the replicas before a recent iteration (see orchestrator/replicas/idle_time.py), as a share of the time since the plan before,
         in which it was measured; None when either is unknown."""
@@ -303,6 +287,7 @@ class Progress:
             "replayed": self.replayed,
             "reward": self.last.metrics["reward/mean"] if self.last else None,
             "versions": dict(self.versions),
+            "orchestrators": self.orchestrators(),
             "waiting": self.waiting,
             "updated": self.time,
             "samples_per_second": round(self.iterations * self.samples_per_iteration / seconds, 2) if seconds else None,

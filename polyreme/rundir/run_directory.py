@@ -31,7 +31,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import embedded_url
 from polyreme.experience.metric_records import Started
 from polyreme.experience.run import Run
-from polyreme.experience.seal import SEAL
+from polyreme.net.seal import SEAL
 from polyreme.rundir.checkpoint_manifest import numbered
 from polyreme.rundir.input_files import read_model_files
 from polyreme.rundir.run_records import write_atomically

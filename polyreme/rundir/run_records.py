@@ -5,6 +5,7 @@ Invariant: a reader of summary.json sees the old file or the new one. A reader o
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from polyreme.errors import ConfigError
 from polyreme.experience.metric_records import Line
 from polyreme.experience.run import RunState
+from polyreme.rundir.progress import Progress
 
 
 def read_records(run_dir: Path, run_id: str) -> Iterator[Line]:
@@ -20,6 +22,15 @@ def read_records(run_dir: Path, run_id: str) -> Iterator[Line]:
         for line in file:
             if line.endswith(b"\n") and (record := parsed(line, run_dir / "metrics.jsonl")).get("run") == run_id:
                 yield record
+
+
+def add_written(progress: Progress, run_dir: Path, run_id: str) -> str:
+    """Adds the run's records that are on disk; Redis may have trimmed them. Returns the stream id of the last one, "0" without any."""
+    cursor = "0"
+    for line in read_records(run_dir, run_id):
+        progress.add(line)
+        cursor = line.get("id", cursor)
+    return cursor
 
 
 def parsed(line: bytes, path: Path) -> Line:
@@ -59,10 +70,15 @@ def read_summary(run_dir: Path) -> Line:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a reader, also after a crash, sees the old content or the new one and never a part."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Writes a file so that a reader, also after a crash, sees the old content or the new one and never a part. Several processes may do so at
+    the same time, also in containers, whose processes have the same ids: the last one counts."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(partial, "x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

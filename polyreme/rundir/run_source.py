@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from polyreme.errors import ConfigError
-from polyreme.experience.listing import list_run
+from polyreme.experience.listing import attached, list_run
 from polyreme.experience.metric_records import Line
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import connect
 from polyreme.net.redis_url import without_password
 from polyreme.rundir.progress import stream_time
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, Settings, no_run, read_run_file, read_settings, redis_of
@@ -140,11 +139,8 @@ def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[objec
     """
 
     async def call() -> Value:
-        redis = await connect(url)
-        try:
-            return await look(await Run.attach(redis, run_id, _ATTACH_SECONDS))
-        finally:
-            await redis.aclose()
+        async with attached(url, run_id, _ATTACH_SECONDS) as run:
+            return await look(run)
 
     with ThreadPoolExecutor(1) as thread:  # the calling thread may have a running event loop
         return thread.submit(lambda: asyncio.run(call())).result()

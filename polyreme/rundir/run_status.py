@@ -30,6 +30,7 @@ class RunStatus:
         metric, value: name and value of the newest evaluation (of a stage: the loss); '' and None without one.
         reward: mean reward of the newest iteration, or None.
         replicas: served version by replica, for the live ones; None while a replica has none.
+        orchestrators: of several by name, see `Progress.orchestrators`.
         updated: Unix time in seconds of the newest record, or None.
     """
 
@@ -44,6 +45,7 @@ class RunStatus:
     value: float | None = None
     reward: float | None = None
     replicas: Mapping[str, int | None] = field(default_factory=dict)
+    orchestrators: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     updated: float | None = None
 
     @property
@@ -78,6 +80,7 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
         value=progress.score(),
         reward=progress.last.metrics["reward/mean"] if progress.last else None,
         replicas={name: progress.versions.get(name) for name in listed.replicas},
+        orchestrators={} if listed.state.ended else progress.orchestrators(),
         updated=progress.time or None,
     )
 
@@ -97,6 +100,7 @@ def _run_status(status: RunStatus, found: RunFile, summary: Line, settings: Sett
         value=evaluations[max(evaluations)] if evaluations else None,
         reward=summary.get("reward"),
         replicas={} if status.ended else {name: versions.get(name) for name in sorted(found.replicas)},
+        orchestrators={} if status.ended else summary.get("orchestrators", {}),
         updated=summary.get("updated"),
     )
 

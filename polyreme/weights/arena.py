@@ -16,11 +16,14 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from polyreme.errors import ConfigError
+from polyreme.weights.page_lock import page_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 MAGIC = b"plyarena"
@@ -55,6 +58,7 @@ class Arena:
         self._slots = np.frombuffer(mapping, _SLOT, count=int(self._header["slots"][0]), offset=_HEADER.itemsize)
         self.slots = len(self._slots)
         self.slot_nbytes = int(self._header["slot_nbytes"][0])
+        self._unlock: Callable[[], object] | None = None
         self._finish = weakref.finalize(self, _finish, path, descriptor, self._file if owner else None, os.getpid())
 
     @classmethod
@@ -160,8 +164,15 @@ class Arena:
         if found != generation or found % 2:
             raise ArenaError(f"expected generation {generation} in slot {slot} of {self.path}; found {found}: it was overwritten")
 
+    def page_lock(self, torch: ModuleType) -> None:
+        """Page-locks the mapping until `close`, for CUDA's devices. `torch`: the module, which readers without a device do not import."""
+        self._unlock = page_lock(self._buffer, torch)
+
     def close(self) -> None:
         """Closes the file; its owner also removes it. Idempotent. Also runs at process exit and garbage collection."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
         self._finish()
 
     def unlink(self) -> None:

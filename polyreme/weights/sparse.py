@@ -47,9 +47,9 @@ def words_of(buffer: memoryview, itemsize: int) -> Words:
     return np.frombuffer(buffer, np.dtype(f"<u{itemsize}"))
 
 
-def find_changes(before: Words, after: Words) -> NDArray[np.int64]:
-    """Flat indices of the elements whose bits differ, ascending: int64 [k]."""
-    step = COMPARED_BYTES // after.itemsize
+def find_changes(before: Words, after: Words, at_once: int = COMPARED_BYTES) -> NDArray[np.int64]:
+    """Flat indices of the elements whose bits differ, ascending: int64 [k]. `at_once`: bytes that are compared at once."""
+    step = at_once // after.itemsize
     found = [
         np.flatnonzero(before[start : start + step] != after[start : start + step]) + start
         for start in range(0, len(after), step)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polyreme.experience.store import connect
@@ -221,6 +222,72 @@ def test_a_custom_loss_changes_a_model_by_its_gradient(world: World) -> None:
         losses.append(model.forward(DATA, "cross_entropy").result().metrics["loss:sum"])
     assert losses[0] == losses[1]
     assert trained.metrics["loss:sum"] != losses[0]
+
+
+def test_a_client_goes_on_after_each_refusal(world: World) -> None:
+    """It numbers its requests, also those that are refused. It sends NaN as null."""
+    model = world.service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
+    rate: Callable[[float], Any] = lambda value: model.optim_step(types.AdamParams(learning_rate=value))  # noqa: E731
+    refusals: list[tuple[Callable[[], Any], str]] = [
+        (lambda: rate(float("nan")), "expected a finite number; found null"),
+        (lambda: rate(-1.0), "learning_rate"),
+        (lambda: rate(1e38), "expected finite weights"),
+        (lambda: model.save_state("имя"), "expected a name of up to 128"),
+        (lambda: model.save_state("a", ttl_seconds=0), "ttl_seconds"),
+        (lambda: model.save_weights_for_sampler("a/b"), "expected a name of up to 128"),
+        (lambda: model.save_weights_external(""), "expected a name of up to 128"),
+        (lambda: model.load_state("/etc/passwd"), "expected tinker://"),
+        (lambda: model.forward_backward(DATA, "no_loss"), "not supported: loss_fn"),
+    ]
+    for ask, message in refusals:
+        with pytest.raises(tinker.RequestFailedError, match=message) as caught:
+            ask().result(300)
+        assert caught.value.category == "user"
+        assert model.forward(DATA, "cross_entropy").result(300).loss_fn_outputs
+
+
+def values(data: list[Any]) -> list[Any]:
+    """The datums of the same prompts for a critic."""
+    loss = {name: np.full(3, value, np.float32) for name, value in {"returns": 1.0, "values": 0.5, "mask": 1.0}.items()}
+    return [types.Datum(model_input=each.model_input, loss_fn_inputs=loss) for each in data]
+
+
+def test_a_critic_is_created_trained_saved_and_continued(world: World) -> None:
+    critic = world.service.create_lora_training_client(base_model=f"{BASE}:critic", rank=4).result()
+    asked = [types.Datum(model_input=PROMPT), types.Datum(model_input=types.ModelInput.from_ints([5, 9]))]
+    found = critic.forward(asked, "value").result()
+    assert [output["values"].shape for output in found.loss_fn_outputs] == [[3], [2]]
+    trained, moved = critic.forward_backward(values(DATA), "value", {"value_clip": 0.2}), critic.optim_step(types.AdamParams())
+    assert trained.result().loss_fn_outputs[0].keys() == {"values"} and moved.result().metrics["step"] == 1
+    path = critic.save_state(world.fresh()).result().path
+    assert world.rest.get_weights_info_by_tinker_path(path).result().base_model == f"{BASE}:critic"
+    same = world.service.create_training_client_from_state_with_optimizer(path).result()
+    one, other = (model.forward(asked, "value").result().loss_fn_outputs for model in (critic, same))
+    assert [each["values"].tolist() for each in one] == [each["values"].tolist() for each in other]
+    assert same.get_info().model_name == world.rest.get_training_run(same.model_id).result().base_model == f"{BASE}:critic"
+    assert critic.save_weights_external(world.fresh()).result().path
+
+
+def test_what_a_critic_cannot_do_is_refused_by_name(world: World) -> None:
+    critic = world.service.create_lora_training_client(base_model=f"{BASE}:critic", rank=4).result()
+    refusals: list[tuple[Callable[[], Any], str]] = [
+        (lambda: critic.forward_backward(DATA, "cross_entropy"), "expected loss_fn = value for a critic"),
+        (
+            lambda: world.training.forward_backward(values(DATA), "value"),
+            f"expected a critic, {BASE}:critic, for loss_fn = value",
+        ),
+        (lambda: critic.save_weights_and_get_sampling_client(), "not supported: weights for a sampler of a critic"),
+        (lambda: critic.load_state(world.saved), f"expected a checkpoint of {BASE}:critic"),
+        (lambda: world.service.create_sampling_client(base_model=f"{BASE}:critic"), "not supported: sampling from"),
+        (lambda: world.service.create_training_client_from_state(world.saved, f"{BASE}:critic"), "expected a checkpoint of"),
+        (lambda: world.service.create_lora_training_client(f"{BASE}:critic", rank=0), "not supported: a critic with"),
+    ]
+    for ask, message in refusals:
+        with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=message) as caught:
+            ask().result()
+        category = caught.value.body["category"] if isinstance(caught.value, tinker.BadRequestError) else caught.value.category
+        assert category == "user"
+    assert critic.forward(values(DATA), "value").result().loss_fn_outputs, "it goes on"
 
 
 def test_what_was_saved_is_listed_and_downloaded(world: World, tmp_path: Path) -> None:

@@ -106,35 +106,38 @@ def test_rl_loop_learns_the_answer(rl_loop: Steps) -> None:
 
 @pytest.mark.slow
 def test_arithmetic_learns_to_answer_its_sums(world: Cookbook) -> None:
-    """The model knows the sums, and answers half of them with 0: the right answers rise from 0.5 to 0.8."""
+    """The model knows the sums, and answers half of them with 0: the right answers rise from 0.47 to 0.77."""
     options = {
         "env": "arithmetic",
         "groups_per_batch": SUMS_PER_BATCH,
-        "group_size": 16,
+        "group_size": 64,
         "max_tokens": 6,
         "max_steps": SUM_BATCHES,
     }
-    steps = world.run("math_rl.train", lora_rank=8, learning_rate=0.002, eval_every=0, save_every=0, **options)
+    steps = world.run("math_rl.train", lora_rank=8, learning_rate=0.001, eval_every=0, save_every=0, **options)
     before, after = means(steps, "env/all/correct", 2, 4)
     assert len(steps) == SUM_BATCHES and before < 0.65 and after > before + 0.15, (before, after)
 
 
 @pytest.mark.slow
 def test_guess_number_learns_the_form_of_a_guess(world: Cookbook) -> None:
-    """Each of ten turns costs 1 if it has another form: the reward rises from -8 to about -2.5."""
+    """Each of ten turns costs 1 if it has another form: the reward rises from -9.8 to about -3.5."""
     options = {"renderer_name": "qwen3", "group_size": 4, "batch_size": 4, "max_tokens": 10, "max_steps": 8}
     steps = world.run("multiplayer_rl.guess_number.train", learning_rate=0.003, eval_every=0, save_every=0, **options)
     before, after = means(steps, "env/all/reward/total", 1, 3)
-    assert len(steps) == 8 and before < -4 and after > before + 1.5, (before, after)
+    assert len(steps) == 8 and before < -8 and after > before + 3, (before, after)
 
 
 @pytest.mark.slow
 def test_tic_tac_toe_learns_to_play_on(world: Cookbook) -> None:
-    """A move that is not allowed costs a player 2 and ends the game, as every third does at first: a player's moves rise from 1.6 to 2.6."""
+    """The model plays against itself, so that a won game gives 0 on average. A move that is not allowed costs its player 2 and ends the game, as
+    nearly every game at first: the mean reward rises from -0.95 to -0.6, and a player's moves from 2 to 3."""
     options = {"renderer_name": "qwen3", "batch_size": 16, "num_train_datapoints": 320, "num_test_datapoints": 4, "max_tokens": 6}
     steps = world.run("multiplayer_rl.text_arena.train", learning_rate=0.002, eval_every=0, save_every=0, **options)
-    before, after = means(steps, "env/all/turns_per_episode", 5, 8)
-    assert len(steps) == 20 and before < 2.4 and after > 1.2 * before, (before, after)
+    before, after = means(steps, "env/all/reward/total", 5, 10)
+    assert len(steps) == 20 and before < -0.85 and after > before + 0.2, (before, after)
+    before, after = means(steps, "env/all/turns_per_episode", 5, 10)
+    assert before < 2.4 and after > 1.2 * before, (before, after)
 
 
 @pytest.mark.slow

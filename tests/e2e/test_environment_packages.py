@@ -173,7 +173,8 @@ def test_wordle_through_verifiers(
             messages += [say(f"[{word}]"), {"role": "user", "content": marks if word in words else INVALID}]
         rows.append({"messages": messages[:-1]})
     texts = [task["system_prompt"], task["prompt"]]
-    _, samples = trained(write_run(tmp_path, "wordle.yaml", rows, 40, texts, groups_per_iteration=1), 12)
+    few = {"groups_per_iteration": 1, "group_size": 4}  # the second before each game is the most of the run
+    _, samples = trained(write_run(tmp_path, "wordle.yaml", rows, 40, texts, **few), 12)
     for sample in samples:
         assert 0.0 <= sample["score"] <= 1.0 and sample["messages"][1]["content"] == task["prompt"]
         said = [message["content"] for message in sample["messages"][2:]]

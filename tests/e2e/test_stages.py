@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_rows import STAGE_METRICS
 
-from polyreme_trainer.observe.registry import STAGE_METRICS
 from support import guide
 from support.stages import write_model
 from support.waiting import wait_until

@@ -104,6 +104,13 @@ async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     await endure_all(tmp_path, seed_of(own), 10, 10, supervised=False)
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+async def test_faults_with_several_orchestrators(tmp_path: Path, count: int) -> None:
+    """A fault strikes any of three."""
+    trainer = {"save_interval": 3, "max_restarts": 1000, "orchestrators": 3}
+    await endure_all(tmp_path, seed_of(700), count, 50, supervised=True, max_staleness=1, trainer=trainer)
+
+
 async def test_faults_in_mid_episode(tmp_path: Path) -> None:
     await endure_all(tmp_path, seed_of(500), 8, 8, supervised=False, environment={}, max_staleness=1)
 

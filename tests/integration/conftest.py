@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from polyreme.isolation.sandbox.modes import why_not
 from polyreme.isolation.sandbox.program import Mode
 from polyreme.process.lifecycle import OWNER_DIED
-from support.publishing import World, publishing, push_soon
+from support.publishing import World, publishing
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,7 @@ def signal_handlers_of_before() -> Iterator[None]:
 
 
 @pytest.fixture
-async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    push_soon(monkeypatch)
+async def world(redis: Redis, redis_url: str, run_id: str) -> AsyncIterator[World]:
     async with publishing(redis, redis_url, run_id) as world:
         yield world
 

@@ -16,6 +16,7 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.episodes import HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.generation.generate import GenerateError
 from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
 from support.episode_world import WIDE, episode_world
@@ -386,6 +387,13 @@ async def test_a_failed_agent_is_no_reward(redis, run_id, tmp_path, config, act,
     async with hosted(redis, run_id, tmp_path, acting(config, act)) as (w, client):
         with pytest.raises(EpisodeError, match=error):
             await w.play(client)
+
+
+async def test_a_turn_that_no_replica_takes_fails_the_attempt(redis, run_id, tmp_path, config):
+    beyond = {"max_new_tokens": 300, "max_model_len": 512}  # the replica's engine has 256
+    async with hosted(redis, run_id, tmp_path, config, rollout=beyond) as (w, client):
+        with pytest.raises(GenerateError, match="max_model_len"):
+            await w.play(client, bounds=WIDE.__class__(8, 512, 3600.0))
 
 
 async def test_a_process_that_ends_costs_its_episodes_a_try(redis, run_id, tmp_path, config):

@@ -3,16 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from polyreme.weights.canary import Canary
-from polyreme.weights.manifest import ArenaSource
-from polyreme_rollout.engine.protocol import LoadResult
-from polyreme_rollout.weights import weight_swap
 from polyreme_rollout.weights.swap_state import SwapState
 from polyreme_rollout.weights.weight_swap import FAILURES_TO_QUARANTINE
 from support.publishing import World, same
-from support.receiver import MemoryEngine, scores
+from support.receiver import replica, scores
 from support.waiting import until
 
 IDS = (3, 1, 4, 1, 5)
@@ -46,26 +42,14 @@ async def test_a_replica_that_computes_something_else_leaves_rotation_and_says_w
         assert near.swapper.failures == FAILURES_TO_QUARANTINE
 
 
-async def test_it_returns_with_a_load_that_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = MemoryEngine.load
-    stale = 1
-
-    async def load(engine: MemoryEngine, sources: list[ArenaSource]) -> LoadResult:
-        nonlocal stale
-        before = dict(engine.weights)
-        loaded = await real(engine, sources)
-        if before and stale:  # this load silently keeps one tensor of the previous version
-            stale -= 1
-            engine.weights["norm"] = before["norm"]
-        return loaded
-
-    monkeypatch.setattr(MemoryEngine, "load", load)
+async def test_it_returns_with_a_load_that_passes(world: World) -> None:
     async with world.replica("near") as near:
         await world.step(canary=right)
         await world.publisher.wait_committed(0, 1, 300)
+        near.engine.stale_loads = 1  # this load silently keeps a tensor of the previous version
         weights = await world.step(canary=right)
         await world.publisher.wait_committed(1, 1, 300)
-        assert stale == 0
+        assert near.engine.stale_loads == 0
         assert same(near.weights, weights)
         assert near.swapper.failures == 0
 
@@ -82,9 +66,8 @@ async def test_calls_wait_for_the_canary(world: World) -> None:
         assert await near.swapper.steady_version() == 0
 
 
-async def test_an_engine_without_an_answer_serves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_swap, "CANARY_TIMEOUT", 0.05)
-    async with world.replica("near") as near:
+async def test_an_engine_without_an_answer_serves_nothing(world: World) -> None:
+    async with replica(world.registry, "near", world.receiver(canary_seconds=0.05)) as near:
         near.engine.has_place.clear()
         await world.step(canary=right)
         await world.notice(

@@ -11,15 +11,15 @@ from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.weights.delta import diff
 from polyreme.weights.digest import seal
 from polyreme_rollout.weights.weight_receiver import BaseError
-from polyreme_trainer.weight_sync import replica_client, replica_push
+from polyreme_trainer.weight_sync import replica_client
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.publishing import SPARSE, SPARSE_LAYOUT, World, fall_behind, far_publishing, lose_delta, same, zeros
 from support.receiver import lease, proxied, serving
 
 
 @pytest.fixture
-async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    async with far_publishing(redis, redis_url, run_id, monkeypatch) as world:
+async def world(redis: Redis, redis_url: str, run_id: str) -> AsyncIterator[World]:
+    async with far_publishing(redis, redis_url, run_id) as world:
         yield world
 
 
@@ -198,9 +198,9 @@ async def test_a_failed_swap_of_a_delta_rolls_back_and_is_repeated(world: World)
     assert (await paths(world))[-1] == "delta"
 
 
-async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
+async def test_a_broken_connection_in_a_delta_is_retried(world: World) -> None:
+    world.limits.reach_attempts = 1000
+    world.limits.chunk_bytes = 16
     receiver = world.receiver()
     async with proxied(world.registry, "far", receiver) as proxy:
         await world.step(SPARSE)

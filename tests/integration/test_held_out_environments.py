@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import grpc
+import httpx
 import pytest
 
 from polyreme.api.v1 import environment_pb2 as pb
@@ -15,6 +16,7 @@ from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
 from support.environment_stream import Stream
 from support.episode_world import episode_world
+from support.product import KEY, Product
 from support.tiny_tokenizer import CHAT_TEMPLATE
 
 SHOWS_TOOLS = "{{ tools | map(attribute='function.name') | list if tools else '' }}" + CHAT_TEMPLATE
@@ -107,6 +109,37 @@ async def test_agents_of_one_server_have_one_session_address(world, tmp_path):
     assert [answer["score"] for answer in lines["long"]] == [0.3] * 4
     assert [answer["score"] for answer in lines["same"]] == [0.1] * 4
     assert record["long/reward/environment"] == pytest.approx(0.3)
+
+
+async def test_a_run_of_a_product_evaluates_in_environments(world, tmp_path, monkeypatch):
+    """The product's sessions and those of a held-out set's agents have one address. Nothing of an evaluation is trained on."""
+    monkeypatch.setenv("POLYREME_ONLINE_KEY", KEY)
+    played = {"file": str(tmp_path / "count.py"), "options": {"turns": 2}}
+    agent = {"file": str(tmp_path / "agent.py"), "function": "run", "options": {"turns": 3}}
+    sets = [{"name": "games", "environment": played}, {"name": "agents", "environment": agent}]
+    product = {"environment": {"online": {}, "episodes": 8}, "reward": None, "group_size": 2, "groups_per_iteration": 1}
+    async with (
+        world(sets, max_staleness=1, **product) as w,
+        serve_all(hosted_by(w.config), run=w.run, group_size=2) as lease,
+        httpx.AsyncClient(timeout=60.0) as http,
+    ):
+        assert lease.facts["episodes"] == {"": 8, "games": 256, "agents": 256}
+        using = asyncio.create_task(use(Product(lease.http_address, http)))
+        record, lines = await trained(w)
+        using.cancel()
+        await asyncio.gather(using, return_exceptions=True)
+        groups = [group for groups in w.learner.trained.values() for group in groups]
+    assert len(groups) == 2 and {sample.score for group in groups for sample in group.samples} == {7.0}
+    assert {name: len(answers) for name, answers in lines.items()} == {"games": 4, "agents": 4}
+    assert all(len(answer["turns"]) == 2 for answer in lines["games"])
+    assert [answer["score"] for answer in lines["agents"]] == [0.3] * 4
+    assert record["agents/reward/environment"] == pytest.approx(0.3)
+
+
+async def use(product):
+    """A product whose users never stop."""
+    while True:
+        await product.played("a task", 7.0)
 
 
 async def test_an_episode_names_its_environment(world, tmp_path):

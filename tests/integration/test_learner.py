@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from metric_rows import find
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from unit.docs.test_one_iteration import calls_of_a_loss
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.config.model import ModelConfig
@@ -19,7 +21,6 @@ from polyreme.config.recipes.presets import PRESETS
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord, SampleRecord
-from polyreme_trainer.observe.registry import find
 from support import learning
 from support.configs import algorithm, run_config
 from support.models import tiny_model
@@ -142,6 +143,13 @@ def save_classifier(model: Path, path: Path) -> None:
 def measured(trained: dict[str, float | None]) -> dict[str, float]:
     """The metrics with a value that a layout does not change."""
     return {name: value for name, value in trained.items() if value is not None and name != "padding_fraction"}
+
+
+def test_the_calls_of_a_loss_are_those_of_the_documentation(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_model("tied", tmp_path / "model"), ParallelConfig(), CriticConfig())
+    config = config.model_copy(update={"algorithm": ALGORITHMS["grpo"]})
+    run_ranks(learning.calls_of_a_loss, 1, config.model_dump_json(), str(tmp_path / "stacks.json"))
+    assert json.loads((tmp_path / "stacks.json").read_text()) == [calls_of_a_loss()]
 
 
 def test_every_preset_trains(tmp_path: Path) -> None:

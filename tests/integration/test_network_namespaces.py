@@ -18,7 +18,8 @@ from support.machines import network
 with network() as net:
     net.add()
     print(net.switch, flush=True)
-    time.sleep(600)
+    while True:  # a signal that comes just before a sleep is handled after it
+        time.sleep(0.05)
 """
 
 

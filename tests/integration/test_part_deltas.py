@@ -1,24 +1,23 @@
 """Deltas and relays of versions of several parts, over real gRPC: after any fault, a replica ends with the bytes of a full push."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights.wire import MAX_FETCHES
-from polyreme_rollout.weights import relay
-from polyreme_trainer.weight_sync import machine_part, part_server, replica_push
+from polyreme_trainer.weight_sync import part_server
 from polyreme_trainer.weight_sync.deltas import Deltas, EncodedDelta
-from polyreme_trainer.weight_sync.machine_part import MachinePart
 from polyreme_trainer.weight_sync.part_server import PartServer
 from polyreme_trainer.weight_sync.version import Version
 from support.part_machines import INTERVAL, NAMES, PARTS, Machines
-from support.publishing import SPARSE, fall_behind, lose_delta, publishing, push_soon, same, zeros
+from support.publishing import SPARSE, fall_behind, lose_delta, publishing, same, zeros
 from support.receiver import Receiver, proxied, replica
 from support.waiting import until
 
@@ -50,11 +49,16 @@ class Recording(Receiver):
 
 
 @pytest.fixture
-async def machines(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machines]:
-    push_soon(monkeypatch)
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 10_000)
+def server() -> type[PartServer]:
+    """The class of the servers of the other machines."""
+    return PartServer
+
+
+@pytest.fixture
+async def machines(redis: Redis, redis_url: str, run_id: str, server: type[PartServer]) -> AsyncIterator[Machines]:
     async with publishing(redis, redis_url, run_id, PARTS[0], weights={"anchor_interval": INTERVAL}) as world:
-        machines = Machines(world)
+        world.limits.reach_attempts = 10_000
+        machines = Machines(world, server)
         yield machines
         machines.close()
 
@@ -172,18 +176,17 @@ async def test_a_slot_that_is_overwritten_while_a_machine_compares_it_costs_the_
     assert {each for each in receiver.fetched if each[0] == 1} == {(1, 1, False), (1, 2, True)}
 
 
-async def test_slots_count_as_compared_until_every_machine_has_answered(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_answer = {part: asyncio.Event() for part in (1, 2)}
-    loop = asyncio.get_running_loop()
-    real = PartServer._delta
+class HeldServer(PartServer):
+    may_answer: ClassVar[dict[int, threading.Event]]
 
-    async def held(server: PartServer, request: Any) -> EncodedDelta | None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(may_answer[server._part].wait(), loop))
-        return await real(server, request)
+    async def delta(self, request: Any) -> EncodedDelta | None:
+        await asyncio.to_thread(self.may_answer[request.part].wait, 300)
+        return await super().delta(request)
 
-    monkeypatch.setattr(PartServer, "_delta", held)
+
+@pytest.mark.parametrize("server", [HeldServer])
+async def test_slots_count_as_compared_until_every_machine_has_answered(machines: Machines) -> None:
+    may_answer = HeldServer.may_answer = {part: threading.Event() for part in (1, 2)}
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         await step(machines, [receiver])
         await machines.step(SPARSE)
@@ -198,22 +201,20 @@ async def test_slots_count_as_compared_until_every_machine_has_answered(
         await until(lambda: not slots.compared)
 
 
-async def test_a_machine_that_does_not_answer_sends_its_part_whole_and_is_not_asked_again(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    real = MachinePart._find
+class SilentServer(PartServer):
+    asked: ClassVar[list[int]]
+    """The part of each request."""
 
-    async def noted(part: MachinePart, *versions: Version) -> Any:
-        asked.append(part._number)
-        return await real(part, *versions)
-
-    async def unanswered(server: PartServer, request: Any) -> None:
+    async def delta(self, request: Any) -> EncodedDelta | None:
+        self.asked.append(request.part)
         await asyncio.Event().wait()
+        return None
 
-    monkeypatch.setattr(MachinePart, "_find", noted)
-    monkeypatch.setattr(PartServer, "_delta", unanswered)
-    monkeypatch.setattr(machine_part, "ANSWER_TIMEOUT", 0.2)
+
+@pytest.mark.parametrize("server", [SilentServer])
+async def test_a_machine_that_does_not_answer_sends_its_part_whole_and_is_not_asked_again(machines: Machines) -> None:
+    asked = SilentServer.asked = []
+    machines.world.limits.find_delta = 0.2
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         for _ in range(3):
             await step(machines, [receiver])
@@ -221,17 +222,17 @@ async def test_a_machine_that_does_not_answer_sends_its_part_whole_and_is_not_as
     assert not [each for each in receiver.fetched if each[2]]
 
 
-async def test_a_delta_between_other_bytes_is_not_offered(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PartServer._delta
-
-    async def other(server: PartServer, request: Any) -> EncodedDelta | None:
-        found = await real(server, request)
+class OtherServer(PartServer):
+    async def delta(self, request: Any) -> EncodedDelta | None:
+        found = await super().delta(request)
         assert found is not None
         first, *rest = found.delta.manifest.tensors
         changed = replace(found.delta.manifest, tensors=(replace(first, before=first.before ^ 1), *rest))
         return replace(found, delta=replace(found.delta, manifest=changed))
 
-    monkeypatch.setattr(PartServer, "_delta", other)
+
+@pytest.mark.parametrize("server", [OtherServer])
+async def test_a_delta_between_other_bytes_is_not_offered(machines: Machines) -> None:
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         await step(machines, [receiver])
         await step(machines, [receiver])
@@ -271,10 +272,10 @@ async def test_a_failed_swap_rolls_back_and_is_repeated(machines: Machines) -> N
     assert [record["path"] for record in await machines.world.commits()] == ["stream", "delta", "delta"]
 
 
-async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "CHUNK_BYTES", 1000)
+async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(machines: Machines) -> None:
     world = machines.world
     first, second = recording(machines), recording(machines)
+    first.limits.chunk_bytes = 1000
     async with proxied(world.registry, "a", first) as proxy:
         await step(machines, [first])
         proxy.refuse_after_answers(NBYTES // 2)
@@ -288,20 +289,16 @@ async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(machines: Machines
             proxy.heal()
 
 
-async def test_a_replica_serves_all_parts_at_once(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_serves_all_parts_at_once(machines: Machines) -> None:
     """The limit of fetches from one replica holds for each part: there are more parts than fetches of one part."""
     assert MACHINES > MAX_FETCHES
     one, two = recording(machines), recording(machines)
-    real = relay.send
-
-    async def together(parts: Any, request: Any, write: Any) -> None:
-        await until(lambda: len(one.served) == MACHINES)
-        await real(parts, request, write)
-
-    monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", together)
+    one.may_send.clear()
     async with replica(machines.world.registry, "one", one):
         await step(machines, [one])
         async with replica(machines.world.registry, "two", two):
+            await until(lambda: len(one.served) == MACHINES)
+            one.may_send.set()
             await machines.world.publisher.wait_committed(0, 2, 300)
             assert same(two.weights, machines.weights)
     record = next(record for record in await machines.world.commits() if record["replica"] == "two")

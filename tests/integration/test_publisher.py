@@ -4,8 +4,9 @@ import asyncio
 import itertools
 import threading
 import uuid
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import NoReturn
 
 import pytest
 from redis.asyncio import Redis
@@ -15,11 +16,11 @@ from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Term, Writer
 from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
-from polyreme_trainer.weight_sync import replica_push
 from polyreme_trainer.weight_sync.publisher import Publisher, PublisherState
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient
+from polyreme_trainer.weight_sync.push_limits import PushLimits
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Sent
 from polyreme_trainer.weight_sync.version import Version
-from support.publishing import CONFIG, LAYOUT, World, publishing, push_soon, same
+from support.publishing import CONFIG, LAYOUT, World, publishing, same
 from support.receiver import lease, replica, serving
 from support.waiting import until
 
@@ -60,9 +61,8 @@ async def test_a_late_joiner_is_brought_to_the_newest_version(world: World) -> N
 
 @pytest.mark.parametrize(("cpu_sleep", "expected"), [("pause", ["joined", "left", "joined"]), ("end", [])])
 async def test_members_are_news_unless_engines_end_in_every_turn(
-    cpu_sleep: str, expected: list[str], redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+    cpu_sleep: str, expected: list[str], redis: Redis, redis_url: str, run_id: str
 ) -> None:
-    push_soon(monkeypatch)
     rollout = {**CONFIG["rollout"], "cpu_sleep": cpu_sleep}  # type: ignore[dict-item]
     async with publishing(redis, redis_url, run_id, placement="colocated", max_staleness=0, rollout=rollout) as world:
         await world.step()
@@ -110,25 +110,36 @@ async def test_a_push_that_fails_because_the_devices_changed_hands_is_no_failed_
 
 @pytest.mark.parametrize(("way", "call"), [("stage", "StageArena"), ("stream", "StageStream")])
 async def test_a_staged_version_is_not_committed_once_the_devices_train(
-    world: World, monkeypatch: pytest.MonkeyPatch, way: str, call: str
+    redis: Redis, redis_url: str, run_id: str, way: str, call: str
 ) -> None:
-    async def stage(client: ReplicaClient, version: Version) -> Any:
-        answer = await original(client, version)
-        await sync.set_devices_train(True)
-        staged.set()
-        return answer
+    staged = threading.Event()
 
-    original, staged, sync = getattr(ReplicaClient, way), threading.Event(), world.sync
-    monkeypatch.setattr(ReplicaClient, way, stage)
-    a = world.receiver()
-    a.maps = way == "stage"
-    async with replica(world.registry, "a", a):
+    class Overtaken(ReplicaClient):
+        """The devices train once the first version is staged."""
+
+        async def stage(self, version: Version) -> None:
+            await super().stage(version)
+            await self.overtake()
+
+        async def stream(self, version: Version) -> Sent:
+            sent = await super().stream(version)
+            await self.overtake()
+            return sent
+
+        async def overtake(self) -> None:
+            if not staged.is_set():
+                await sync.set_devices_train(True)
+                staged.set()
+
+    async with publishing(redis, redis_url, run_id, client=Overtaken) as world, AsyncExitStack() as stack:
+        sync, a = world.sync, world.receiver()
+        a.maps = way == "stage"
+        await stack.enter_async_context(replica(world.registry, "a", a))
         await world.step()
         await until(staged.is_set)
         await until(lambda: sync.replicas["a"].call.done())
         await world.publisher.set_devices_train(True)
         assert list(a.calls) == ["Probe", call] and sync.replicas["a"].swap_failures == 0
-        monkeypatch.undo()
         await world.publisher.set_devices_train(False)
         await world.publisher.wait_committed(0, 1, 300)
 
@@ -237,8 +248,8 @@ async def test_a_lost_lease_frees_the_slots(world: World) -> None:
         await world.notice("replica dying", "left")
 
 
-async def test_a_replica_that_is_not_reachable_yet_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
+async def test_a_replica_that_is_not_reachable_yet_is_tried_again(world: World) -> None:
+    world.limits.reach_attempts = 1000
     receiver = world.receiver()
     async with serving(receiver) as port:
         pass
@@ -283,12 +294,12 @@ async def test_a_log_that_knows_a_newer_term_stops_the_publisher(world: World) -
             await world.publisher.wait_committed(0, 1, 300)
 
 
-async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> None:
-        raise ZeroDivisionError("a defect")
+async def test_a_defect_in_the_publisher_fails_the_run(redis: Redis, redis_url: str, run_id: str) -> None:
+    class Broken(ReplicaClient):
+        async def commit(self, version: Version) -> NoReturn:
+            raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(ReplicaClient, "commit", broken)
-    async with world.replica("a"):
+    async with publishing(redis, redis_url, run_id, client=Broken) as world, world.replica("a"):
         await world.step()
         with pytest.raises(RuntimeError, match="publisher") as raised:
             await world.publisher.wait_committed(0, 1, 300)
@@ -296,11 +307,10 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
     assert await world.run.state() == (RunState.FAILED, "the weight publisher failed: ZeroDivisionError: a defect")
 
 
-async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.weight_sync.publisher.ATTACH_TIMEOUT", 0.1)
+async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str) -> None:
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     arena = Arena.create(run_id, LAYOUT.nbytes)
-    publisher = Publisher(redis_url, run_id, Term(Writer.LEARNER, 1, "x"), arena)
+    publisher = Publisher(redis_url, run_id, Term(Writer.LEARNER, 1, "x"), arena, PushLimits(attach=0.1))
     assert publisher.state is PublisherState.NEW
     with pytest.raises(RuntimeError, match="not started"):
         await publisher.acquire_slot(300)

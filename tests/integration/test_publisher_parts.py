@@ -6,17 +6,15 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
-from polyreme_trainer.weight_sync import replica_client, replica_push
 from support.part_machines import PARTS, Machines
-from support.publishing import publishing, push_soon, same
+from support.publishing import publishing, same
 from support.receiver import Receiver, proxied, replica
 
 
 @pytest.fixture
-async def machines(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machines]:
-    push_soon(monkeypatch)
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 10_000)
+async def machines(redis: Redis, redis_url: str, run_id: str) -> AsyncIterator[Machines]:
     async with publishing(redis, redis_url, run_id, PARTS[0]) as world:
+        world.limits.reach_attempts = 10_000
         machines = Machines(world)
         yield machines
         machines.close()
@@ -54,21 +52,17 @@ async def test_a_lost_part_is_reported_and_fetched_when_its_machine_is_back(mach
         assert receiver.versions == [0, 2] and same(receiver.weights, weights)
 
 
-async def test_a_connection_that_gets_nothing_through_ends_all_transfers_and_is_begun_anew(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_that_gets_nothing_through_ends_all_transfers_and_is_begun_anew(machines: Machines) -> None:
     world, receiver = machines.world, machines.receiver()
     async with proxied(world.registry, "far", receiver) as proxy:
         await machines.step()
         await world.publisher.wait_committed(0, 1, 300)
-        for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):
-            monkeypatch.setattr(replica_client, name, 1.0)
-        monkeypatch.setattr(replica_client, "SLOWEST_STREAM_BYTES_PER_SECOND", 1e3)  # fetches of small parts do not end earlier
+        world.limits.stream_idle = world.limits.stage = 1.0
+        world.limits.stream_bytes_per_second = 1e3  # fetches of small parts do not end earlier
         proxy.hold()  # the stream of the first part gives up first, and closes the connection under the fetch of the second
         weights = await machines.step()
         await world.notice("replica far has not received its weights", "no progress after 0 of")
-        for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):
-            monkeypatch.setattr(replica_client, name, 300.0)
+        world.limits.stream_idle = world.limits.stage = 300.0
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert receiver.versions == [0, 1] and same(receiver.weights, weights)

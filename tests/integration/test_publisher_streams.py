@@ -10,20 +10,23 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.experience.leases import Lease
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import part_streams, replica_client, replica_push, replica_sync
+from polyreme_trainer.weight_sync import part_streams, replica_client
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Sent
 from polyreme_trainer.weight_sync.version import Version
 from support.proxy import Proxy, bad_network
-from support.publishing import World, publishing, push_soon, same
+from support.publishing import World, publishing, same
 from support.receiver import lease, proxied, serving
 from support.waiting import until
 
+DIRECT = {"relay_roots": 100}
+"""The learner streams to every replica directly."""
+
 
 @pytest.fixture
-async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A learner that streams to every replica directly."""
-    push_soon(monkeypatch)
-    async with publishing(redis, redis_url, run_id, weights={"relay_roots": 100}) as world:
+async def world(redis: Redis, redis_url: str, run_id: str) -> AsyncIterator[World]:
+    async with publishing(redis, redis_url, run_id, weights=DIRECT) as world:
         yield world
 
 
@@ -57,9 +60,9 @@ async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same
             assert same(far.weights, weights)
 
 
-async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
+async def test_a_broken_stream_is_reported_and_retried(world: World) -> None:
+    world.limits.reach_attempts = 1000
+    world.limits.chunk_bytes = 16
     world.arena.unlink()
     receiver = world.receiver()
     async with proxied(world.registry, "far", receiver) as proxy:
@@ -74,50 +77,50 @@ async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch
         assert receiver.versions == [0, 1]
 
 
-async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
+async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(world: World) -> None:
+    world.limits.reach_attempts = 1000
     world.arena.unlink()
     receiver = world.receiver()
     async with proxied(world.registry, "far", receiver) as proxy:
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
-        monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
-        monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
+        world.limits.stream_idle = 1.0
+        world.limits.stage = 1.0
         proxy.hold()  # no bytes pass, and neither side notices
         weights = await world.step()
         await world.notice("replica far has not received its weights", "no progress after 0 of")
-        monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 300.0)
-        monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 300.0)
+        world.limits.stream_idle = 300.0
+        world.limits.stage = 300.0
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
 
 
 async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_the_oldest(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, redis_url: str, run_id: str
 ) -> None:
     begun: list[tuple[str, int]] = []
-    stream, relay = replica_client.ReplicaClient.stream, replica_client.ReplicaClient.relay
 
-    async def noted(link: replica_client.ReplicaClient, version: Version) -> replica_client.Sent:
-        begun.append((link._address, version.number))
-        return await stream(link, version)
+    class Noting(ReplicaClient):
+        def __init__(self, lease: Lease, *rest: Any) -> None:
+            super().__init__(lease, *rest)
+            self.address = lease.address
+
+        async def stream(self, version: Version) -> Sent:
+            begun.append((self.address, version.number))
+            return await super().stream(version)
+
+        async def relay(self, manifest: pb.Manifest, *rest: Any) -> Sent:  # from the other replica
+            begun.append((self.address, manifest.id.version))
+            return await super().relay(manifest, *rest)
 
     def begun_by(proxy: Proxy) -> list[int]:
         return [number for address, number in begun if address == f"127.0.0.1:{proxy.port}"]
 
-    async def noted_relay(link: replica_client.ReplicaClient, manifest: pb.Manifest, *rest: Any) -> replica_client.Sent:
-        begun.append((link._address, manifest.id.version))
-        return await relay(link, manifest, *rest)
-
-    monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
-    monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # from the other replica
-    monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
-    world.arena.unlink()
-    receivers = [world.receiver() for _ in range(2)]
-    async with AsyncExitStack() as stack:
+    async with publishing(redis, redis_url, run_id, client=Noting, weights=DIRECT) as world, AsyncExitStack() as stack:
+        world.limits.stream_interrupt = 0.05
+        world.arena.unlink()
+        receivers = [world.receiver() for _ in range(2)]
         servers = [await stack.enter_async_context(serving(receiver)) for receiver in receivers]
         one, two = [await stack.enter_async_context(bad_network("127.0.0.1", server)) for server in servers]
         for name, proxy in (("one", one), ("two", two)):
@@ -157,26 +160,25 @@ async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: Worl
         assert far.versions == []
 
 
-async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_streams_at_once_than_agreed(redis: Redis, redis_url: str, run_id: str) -> None:
     running = most = 0
     full = threading.Event()
-    real = replica_client.ReplicaClient.stream
 
-    async def counted(link: replica_client.ReplicaClient, version: Version) -> replica_client.Sent:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        if running == part_streams.MAX_STREAMS:
-            full.set()
-        await until(full.is_set)
-        await asyncio.sleep(0.01)
-        sent = await real(link, version)
-        running -= 1
-        return sent
+    class Counted(ReplicaClient):
+        async def stream(self, version: Version) -> Sent:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            if running == part_streams.MAX_STREAMS:
+                full.set()
+            await until(full.is_set)
+            await asyncio.sleep(0.01)
+            sent = await super().stream(version)
+            running -= 1
+            return sent
 
-    monkeypatch.setattr(replica_client.ReplicaClient, "stream", counted)
-    world.arena.unlink()
-    async with AsyncExitStack() as stack:
+    async with publishing(redis, redis_url, run_id, client=Counted, weights=DIRECT) as world, AsyncExitStack() as stack:
+        world.arena.unlink()
         receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(part_streams.MAX_STREAMS + 4)]
         weights = await world.step()
         await world.publisher.wait_committed(0, len(receivers), 300)

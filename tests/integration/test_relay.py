@@ -14,8 +14,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
-from polyreme_rollout.weights import relay, weights_service
-from polyreme_trainer.weight_sync import relay_plan, replica_push
+from polyreme_rollout.weights import relay
 from support.certificates import issue
 from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, publishing, same, zeros
 from support.receiver import Receiver, lease, proxied, replica, serving
@@ -23,8 +22,8 @@ from support.waiting import until
 
 
 @pytest.fixture
-async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    async with far_publishing(redis, redis_url, run_id, monkeypatch) as world:
+async def world(redis: Redis, redis_url: str, run_id: str) -> AsyncIterator[World]:
+    async with far_publishing(redis, redis_url, run_id) as world:
         yield world
 
 
@@ -112,10 +111,11 @@ async def test_a_relay_that_sends_other_bytes_is_refused_and_replaced(world: Wor
         assert not [text for text in await world.notices() if "quarantined" in text]
 
 
-async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(world: World) -> None:
     """The bytes that arrived are kept."""
-    monkeypatch.setattr(relay, "CHUNK_BYTES", 1000)
-    async with proxied(world.registry, "a", world.receiver()) as proxy:
+    first = world.receiver()
+    first.limits.chunk_bytes = 1000
+    async with proxied(world.registry, "a", first) as proxy:
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
         proxy.refuse_after_answers(SPARSE_LAYOUT.nbytes // 2)
@@ -145,25 +145,24 @@ async def test_a_replica_that_cannot_reach_its_relay_receives_from_the_trainer(w
     assert len([text for text in await world.notices() if "could not fetch" in text]) == 1
 
 
-async def test_a_relay_that_serves_enough_others_is_asked_again_by_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_relay_that_serves_enough_others_is_asked_again_by_the_next(world: World) -> None:
     async with AsyncExitStack() as stack:
-        for number, (name, most) in enumerate((("a", 2), ("b", 0), ("c", 2))):
-            monkeypatch.setattr(weights_service, "MAX_FETCHES", most)
+        first = await stack.enter_async_context(world.replica("a"))
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        for name, most in (("b", 0), ("c", 2)):
+            first.limits.max_fetches = most
             receiver = await stack.enter_async_context(world.replica(name))
-            if number == 0:
-                await world.step()
-            await world.publisher.wait_committed(0, number + 1, 300)
+            await world.publisher.wait_committed(0, 2 if name == "b" else 3, 300)
             assert same(receiver.weights, world.weights)
         records = await commits(world, 0)
         assert [records[name].get("source") for name in ("a", "b", "c")] == [None, None, "a"]
         assert not [text for text in await world.notices() if "could not fetch" in text]
 
 
-async def test_a_fetch_under_another_term_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
+async def test_a_fetch_under_another_term_changes_nothing(world: World) -> None:
     receiver = world.receiver()
+    receiver.limits.offer = 0.05
     async with serving(receiver) as port, await world.registry.register(lease("a", port)):
         id = pb.VersionId(run_id=world.run.run_id, term=world.term + 1, version=0)
         async with rpc.connect(f"127.0.0.1:{port}") as channel:
@@ -179,29 +178,22 @@ async def test_a_relay_that_sends_nothing_is_replaced(world: World, monkeypatch:
         await asyncio.Event().wait()
 
     monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", silent)
-    monkeypatch.setattr(relay, "IDLE_TIMEOUT", 0.1)
     async with world.replica("a"):
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
-        async with world.replica("b") as b:
+        b = world.receiver()
+        b.limits.idle = 0.1
+        async with replica(world.registry, "b", b):
             await world.publisher.wait_committed(0, 2, 300)
             assert same(b.weights, world.weights)
     await world.notice("replica b could not fetch weights from replica a", "no bytes within")
 
 
-async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world: World) -> None:
     """A relay's next two versions overwrite the bytes that a child still fetches."""
-    held = asyncio.Event()
-    real = relay.send
-
-    async def slow(parts: Any, request: Any, write: Any) -> None:
-        if not held.is_set() and request.id.version == 0:
-            await held.wait()
-        await real(parts, request, write)
-
-    monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", slow)
-    monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
     async with world.replica("a") as a:
+        a.limits.offer = 0.05
+        a.may_send.clear()
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
         async with world.replica("b") as b:
@@ -209,36 +201,28 @@ async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world
             for version in (1, 2, 3):
                 await world.step()
                 await until(lambda version=version: a.versions[-1] == version)
-            held.set()
+            a.may_send.set()
             await world.publisher.wait_committed(3, 2, 300)
             assert same(b.weights, world.weights)
             assert not [text for text in await world.notices() if "could not fetch" in text]
 
 
-async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(world: World) -> None:
     """The first replica has the version, the second one ends while it fetches it, and the third one waits for the second."""
-    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(relay_plan, "MAX_FETCHES", 1)
-    real = relay.send
-    may_send = asyncio.Event()
-
-    async def held(parts: Any, request: Any, write: Any) -> None:
-        await may_send.wait()
-        await real(parts, request, write)
-
+    world.limits.reach_attempts = 1000
+    world.limits.max_fetches = 1
     async with AsyncExitStack() as stack:
         a, b, c = (world.receiver() for _ in range(3))
         await stack.enter_async_context(replica(world.registry, "a", a))
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
-        monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", held)
+        a.may_send.clear()
+        b.may_send.clear()
         async with replica(world.registry, "b", b):
             await until(lambda: "Fetch" in a.calls)
             await stack.enter_async_context(replica(world.registry, "c", c))
             await until(lambda: "Fetch" in b.calls)
-        may_send.set()
+        a.may_send.set()
         await world.publisher.wait_committed(0, 2, 300)
         assert same(c.weights, world.weights)
         await world.notice("replica c could not fetch weights from replica b")

@@ -163,7 +163,7 @@ async def test_random_faults_among_good_items(
     plugin: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     rng = random.Random(0)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     quick = [fault for fault in EXPECTED if fault not in HANGS and fault != "spin_behind"]
     hangs = [fault for fault in HANGS if fault != "loop"]  # which computes until its deadline: it is in the test above
     faults = [rng.choice(quick) for _ in range(count - len(hangs))] + hangs

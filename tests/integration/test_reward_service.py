@@ -17,9 +17,9 @@ from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.errors import GateError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.seal import SEAL
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
+from polyreme.net.seal import SEAL
 from polyreme_reward.server import serve
 from support.commands import Fork, piped
 from support.configs import run_config

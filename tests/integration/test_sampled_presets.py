@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from polyreme.experience.ledger import ExperienceLog
-from polyreme_trainer.orchestrator.prompts.dynamic_sampling import REFILL
+from polyreme_trainer.orchestrator.prompts.prompt_filter import REFILL
 from support.simulated_run import simulated_run
 
 

@@ -14,6 +14,7 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme.net import rpc
 from polyreme_environment.server import serve
 from support.agent_address import HELLO, address, asked, code_of
+from support.waiting import until
 
 
 async def test_turns_of_the_public_client():
@@ -124,7 +125,13 @@ async def test_a_key_opens_only_its_own_session():
         reply, _ = await one.turn("hi", HELLO)
         assert reply.choices[0].message.content == "hi"
         assert (await one.end(1.0)).reward == 1.0
-        assert await code_of(one.ask(HELLO)) == (401, "invalid_api_key"), "the episode has ended"
+        async with httpx.AsyncClient(headers={"x-api-key": one.key}) as http:
+
+            async def is_closed() -> bool:
+                return (await http.get(f"{one.url}/models")).status_code == 401
+
+            await until(is_closed)  # soon after the end is told
+        assert await code_of(one.ask(HELLO)) == (401, "invalid_api_key")
 
 
 async def test_the_runs_token_and_the_keys_of_sessions_are_apart(monkeypatch):

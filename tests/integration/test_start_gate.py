@@ -19,10 +19,10 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme_rollout.testing.simulated_engine import Failures
-from polyreme_trainer.learner import gates, run_client
+from polyreme_trainer.learner import gates
 from polyreme_trainer.learner.run_client import Answers, DrainError, RunClient
-from polyreme_trainer.weight_sync import replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
+from support.publishing import push_soon
 from support.simulated import ROWS, Replica, config_tree, make_run, simulated_replica
 
 LAYOUT = plan_manifest([TensorSpec("weight", "F32", (4,))])
@@ -58,18 +58,15 @@ class Start:
 
 @pytest.fixture
 async def start(
-    request: pytest.FixtureRequest, redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, redis: Redis, redis_url: str, run_id: str, tmp_path: Path
 ) -> AsyncIterator[Start]:
     """A run with the number of replicas of the parameter, by default 1."""
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(run_client, "STATE_SECONDS", 0.05)
-    monkeypatch.setattr(run_client, "AGAIN_SECONDS", 0.1)
     config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 3600.0})
     run = await make_run(redis, run_id, config)
     experience = ExperienceLog(run)
     term = await experience.take(Writer.LEARNER)
     arena = Arena.create(run_id, LAYOUT.nbytes)
-    publisher = Publisher(redis_url, run_id, term, arena)
+    publisher = Publisher(redis_url, run_id, term, arena, push_soon())
     publisher.start()
     async with AsyncExitStack() as replicas:
         slot = await publisher.acquire_slot(300)
@@ -77,7 +74,7 @@ async def start(
         generation = arena.complete(slot, 0, term.counter)
         await experience.begin(0)
         publisher.publish(seal(LAYOUT.stamped(run_id, term.counter, 0), arena.slot_view(slot)), slot, generation)
-        yield Start(RunClient(run, experience, term), publisher, config, replicas)
+        yield Start(RunClient(run, experience, term, state_seconds=0.05, again_seconds=0.1), publisher, config, replicas)
         publisher.close()
     arena.close()
 
@@ -138,7 +135,7 @@ async def test_one_that_is_silent_is_left_out_although_its_lease_lives(start: St
 async def test_the_only_one_that_drains_after_its_commit_is_waited_for_in_its_successor(start: Start) -> None:
     drains = await start.replica("drains")
     await start.publisher.wait_committed(0, 1, 300)
-    drains.service.draining = True
+    drains.service.drain()
     comparing = start.compare()
     await start.notice()
     await drains.vanish()

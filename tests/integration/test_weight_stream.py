@@ -24,7 +24,6 @@ from polyreme.weights.assembly import Assembly
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme.weights.wire import STAGE_STREAM, encode_chunk, encode_manifest
-from polyreme_rollout.weights import weights_service
 from support.receiver import Receiver, serving
 from support.waiting import until
 
@@ -265,9 +264,9 @@ async def test_a_newer_stream_ends_an_older_one_of_the_same_part() -> None:
         assert same(receiver, new)
 
 
-async def test_silence_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_service, "STREAM_IDLE_TIMEOUT", 0.1)
-    async with world() as (_, wire):
+async def test_silence_ends_a_stream() -> None:
+    async with world() as (receiver, wire):
+        receiver.limits.stream_idle = 0.1
         manifest, data = Sent(1).parts[0]
         call, _ = await wire.begin(manifest)
         await call.write(encode_chunk(0, memoryview(data)[:100]))

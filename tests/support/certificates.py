@@ -24,12 +24,12 @@ class Issued:
         return {"certificate": str(self.certificate), "key": str(self.key), "ca": str(self.ca), **fields}
 
 
-def issue(folder: Path, name: str = "127.0.0.1") -> Issued:
-    """Creates a CA and one certificate from it for `name`, as files in a new folder."""
+def issue(folder: Path, name: str = "127.0.0.1", *others: str) -> Issued:
+    """Creates a CA and one certificate from it for `name` and `others`, as files in a new folder."""
     folder.mkdir()
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    authority = _certificate("the test's CA", authority_key, "the test's CA", authority_key, True)
-    certificate = _certificate(name, key, "the test's CA", authority_key, False)
+    authority = _certificate(("the test's CA",), authority_key, "the test's CA", authority_key, True)
+    certificate = _certificate((name, *others), key, "the test's CA", authority_key, False)
     found = Issued(folder / "certificate.pem", folder / "key.pem", folder / "ca.pem")
     found.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     found.ca.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
@@ -42,12 +42,12 @@ def pem_key(key: ec.EllipticCurvePrivateKey, encryption: serialization.KeySerial
 
 
 def _certificate(
-    subject: str, key: ec.EllipticCurvePrivateKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey, is_ca: bool
+    names: tuple[str, ...], key: ec.EllipticCurvePrivateKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey, is_ca: bool
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     builder = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
@@ -58,7 +58,6 @@ def _certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
     if not is_ca:
-        numeric = subject[0].isdigit()
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(subject)) if numeric else x509.DNSName(subject)])
-        builder = builder.add_extension(names, critical=False)
+        found = [x509.IPAddress(ipaddress.ip_address(name)) if name[0].isdigit() else x509.DNSName(name) for name in names]
+        builder = builder.add_extension(x509.SubjectAlternativeName(found), critical=False)
     return builder.sign(issuer_key, hashes.SHA256())

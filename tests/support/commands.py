@@ -196,7 +196,7 @@ def piped(module: str, argv: Sequence[str], environment: Mapping[str, str], exec
 
 
 _LAUNCHER = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
 if sys.argv[0].endswith("/polyreme"):
     module, argv = "polyreme", sys.argv[1:]
 elif sys.argv[1:2] == ["-m"] and sys.argv[2] in {forked}:
@@ -211,6 +211,8 @@ socket.send_fds(parent, [json.dumps(order).encode()], [1, 2])
 pid = int(parent.recv(64))
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
+while not select.select([parent], [], [], 0.1)[0]:  # a signal that comes just before a wait is handled after it
+    pass
 status = int(parent.recv(64))
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)

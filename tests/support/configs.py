@@ -5,6 +5,7 @@ from typing import Any
 
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
+from polyreme.config.trainer import TrainerConfig
 
 ALGORITHM: dict[str, Any] = {"preset": "grpo", "kl": None, "aggregation": "token-mean", "advantage": {"std_floor": 1e-4}}
 """Group-relative advantages and the token mean, without a reference model."""
@@ -49,7 +50,7 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
             "rollout": {"max_new_tokens": 32, "max_model_len": 64},
             "reward": {"rewards": [{"name": "exact"}]},
             "algorithm": ALGORITHM,
-            "trainer": {"optimizer": {"lr": 1e-3}},
+            "trainer": trainer(),
         }
     )
     return config.model_copy(update=changes)
@@ -58,3 +59,8 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
 def algorithm(**changes: Any) -> AlgorithmConfig:
     """ALGORITHM with changed keys."""
     return AlgorithmConfig.model_validate({**ALGORITHM, **changes})
+
+
+def trainer(**changes: Any) -> TrainerConfig:
+    """The smallest section `trainer`, with changed keys."""
+    return TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, **changes})

@@ -20,7 +20,7 @@ from polyreme_trainer.orchestrator.environment.episodes import Episodes, Host
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.sampler import ReplicaSampler
 from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.scoring.scoring import Scoring
@@ -45,7 +45,7 @@ class EpisodeWorld:
         self.run, self.config, self.replicas, self.pool = run, config, replicas, pool
         self.learner = learner
         self.template = Template(files or model_files(), config.data)
-        self.sampler = Sampler(run.run_id, config, self.template, pool)
+        self.sampler = ReplicaSampler(run.run_id, config, self.template, pool)
         self.log = ExperienceLog(run)
         self.prompts = load_prompts(config.data.train, config.data, self.template).prompts
 

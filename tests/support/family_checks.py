@@ -79,7 +79,7 @@ def entropies_agree_also_in_blocks(model: str, device: Device) -> None:
         for limit in (whole, 300):
             logprobs.BLOCK_LOGITS = limit
             actor = policy_of(model, device)
-            got = actor.logprobs(*model_checks.packed(ids, targets), 0.7, with_entropy=True)
+            got = actor.logprobs_and_entropies(*model_checks.packed(ids, targets), 0.7)
             for ours, theirs in zip(got, want, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
             _objective(got, weight).backward()
@@ -88,7 +88,7 @@ def entropies_agree_also_in_blocks(model: str, device: Device) -> None:
         logprobs.BLOCK_LOGITS = whole
 
 
-def _objective(results: list[Tensor] | tuple[Tensor, ...], weight: Tensor) -> Tensor:
+def _objective(results: list[Tensor] | Tensor, weight: Tensor) -> Tensor:
     logprobs, entropies = results
     return (logprobs * weight).sum() + (entropies * weight.flip(0)).sum()
 

@@ -18,7 +18,7 @@ from polyreme import API_VERSION
 from polyreme.config.security import SecurityConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
-from polyreme.gateway.forward import GatewayLimits
+from polyreme.gateway.limits import GatewayLimits
 from polyreme.gateway.serve import serve_gateway
 from polyreme.net.http_server import serve_http
 from polyreme_rollout.http.http_app import make_app
@@ -111,10 +111,19 @@ async def gateway(
     seconds: float = 300.0,
     url: str = "http",
     verify: ssl.SSLContext | bool = False,
+    poll_interval: float = 0.02,
+    **limits: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Starts a gateway of the run and yields a client of it. `url`: its scheme; `verify`: TLS of the client."""
+    """Starts a gateway of the run, which is patient with slow machines, and yields a client of it.
+
+    Args:
+        url: its scheme.
+        verify: TLS of the client.
+        limits: further ones of `GatewayLimits`.
+    """
+    bounds = GatewayLimits(requests, seconds, poll_interval=poll_interval, poll=300.0, **limits)
     async with (
-        serve_gateway(run, "127.0.0.1", 0, aliases, GatewayLimits(requests, seconds)) as port,
+        serve_gateway(run, "127.0.0.1", 0, aliases, bounds) as port,
         httpx.AsyncClient(base_url=f"{url}://127.0.0.1:{port}", trust_env=False, timeout=300, verify=verify) as http,
     ):
         yield http

@@ -21,8 +21,9 @@ PROMPT = np.array([7, 8, 9], dtype=np.int32)
 class GenerationWorld:
     """A run with a pool that sees the replicas that `start` adds, at version 0, and their learner."""
 
-    def __init__(self, run: Run, life: AsyncExitStack) -> None:
-        self.run, self.pool = run, ReplicaPool(run, ExperienceLog(run), start_timeout=600.0, capacity=12)
+    def __init__(self, run: Run, life: AsyncExitStack, **pool: Any) -> None:
+        given: dict[str, Any] = {"start_timeout": 600.0, "capacity": 12, **pool}
+        self.run, self.pool = run, ReplicaPool(run, ExperienceLog(run), **given)
         self._life = life
 
     async def start(self, *engines: dict[str, Any]) -> list[Replica]:
@@ -51,7 +52,8 @@ class GenerationWorld:
 
 
 @asynccontextmanager
-async def generation_world(redis: Redis, run_id: str, folder: Path) -> AsyncIterator[GenerationWorld]:
+async def generation_world(redis: Redis, run_id: str, folder: Path, **pool: Any) -> AsyncIterator[GenerationWorld]:
+    """`pool`: arguments of its ReplicaPool."""
     run = await make_run(redis, run_id, config_tree(folder, ROWS))
     async with AsyncExitStack() as life:
-        yield GenerationWorld(run, life)
+        yield GenerationWorld(run, life, **pool)

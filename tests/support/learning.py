@@ -2,11 +2,14 @@
 
 import json
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,14 @@ from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.metric_records import fields_of
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
+from polyreme_trainer.algorithms import losses
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import PlannedBatch
+from polyreme_trainer.learner.device_turns import LearnerTurns
+from polyreme_trainer.learner.engine import PlannedBatch, Written
 from polyreme_trainer.learner.leader import LeaderError, Ranks
+from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
-from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
+from polyreme_trainer.megatron.checkpoints.checkpoint_writer import BackgroundWork
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.models.build import init_parallel
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
@@ -122,6 +128,38 @@ class Rank:
             path.with_suffix(".json").write_text(json.dumps(results))
 
 
+class AloneLearner(Learner):
+    """A learner with made-up groups, and without a log and replicas."""
+
+    def plan(self, iteration: int) -> PlannedBatch:
+        return planned(iteration, 45)
+
+    def write(self, version: int) -> Written:
+        return self.engine.write(0, version, term=1)
+
+    async def hand_over(self, *_: object) -> None:
+        pass
+
+
+def calls_of_a_loss(config_json: str, out: str) -> None:
+    """Writes the functions from the control loop to the arithmetic of a clipped loss, as they call each other."""
+    rank = Rank(*start(config_json))
+    turns = LearnerTurns(rank.config, "", "", rank.ranks)
+    learner = AloneLearner(rank.config, {}, rank.engine, "", "", rank.ranks, turns)
+    stacks: set[tuple[str, ...]] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is losses.clip.__code__:
+            names = [caller.f_code.co_qualname for caller, _ in walk_stack(frame)]
+            stacks.add(tuple(reversed(names[: names.index("Learner.iterate") + 1])))
+
+    sys.setprofile(note)
+    learner.iterate(1)
+    sys.setprofile(None)
+    Path(out).write_text(json.dumps(sorted(stacks)))
+    rank.engine.close()
+
+
 def start(config_json: str) -> tuple[RunConfig, Device]:
     config, device = RunConfig.model_validate_json(config_json), Device("cpu")
     device.seed(config.seed)
@@ -143,8 +181,8 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
         rank.write(Path(out, name), {"trained": [rank.iterate(i) for i in (1, 2)]})
         rank.engine.close()
     rank = Rank(config, device)
-    losses, canary = warm_start(rank), rank.engine.probes.canary()
-    rank.write(Path(out, "warm_start"), {"losses": losses, "canary": canary and [canary.ids, canary.logprobs]})
+    measured, canary = warm_start(rank), rank.engine.probes.canary()
+    rank.write(Path(out, "warm_start"), {"losses": measured, "canary": canary and [canary.ids, canary.logprobs]})
     rank.engine.close()
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from polyreme.experience.shard import Shard
+
 
 class Stale(Exception):
     """StaleAttemptError in the real log."""
@@ -80,8 +82,9 @@ class LogModel:
                 raise Illegal
             self.drafts[index] = [*parts[:number], part]
 
-    def set_paused(self, indices: set[int]) -> None:
-        self.paused = indices & set(self.those("admitted"))
+    def set_paused(self, indices: set[int], shard: Shard) -> None:
+        own = {index for index in self.those("admitted") if shard.owns(index)}
+        self.paused = (self.paused - own) | (indices & own)
 
     def append(self, index: int, attempt: int, oldest_version: int, tally: tuple[str, int, int] | None = None) -> bool:
         group = self._group(index)

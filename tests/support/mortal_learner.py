@@ -30,7 +30,7 @@ from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
-from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
+from polyreme_trainer.megatron.checkpoints.checkpoint_writer import BackgroundWork
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.models.policy import Policy

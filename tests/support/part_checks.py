@@ -28,7 +28,7 @@ from polyreme_trainer.megatron.models.build import init_parallel
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.megatron.versions.version_writer import VersionWriter
-from polyreme_trainer.memory.machines import written_parameters
+from polyreme_trainer.memory.sharding import written_parameters
 from polyreme_trainer.memory.state import WIDTHS
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.layout_checks import make_role, step

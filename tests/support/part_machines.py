@@ -22,10 +22,10 @@ NAMES = ["embed", "low", "high", "norm", "last"]
 
 
 class Machines:
-    """The machines, and what they publish. `world` has the first one's arena, for `PARTS[0]`."""
+    """The machines, and what they publish. `world` has the first one's arena, for `PARTS[0]`; `server` is the class of the others' servers."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.version = world, -1
+    def __init__(self, world: World, server: type[PartServer] = PartServer) -> None:
+        self.world, self.version, self.server = world, -1, server
         run_id = world.run.run_id
         self.arenas = [world.arena, *(Arena.create(run_id, layout.nbytes, part=layout.part) for layout in PARTS[1:])]
         self.servers = {part: self.serve(part) for part in range(1, len(PARTS))}
@@ -33,7 +33,7 @@ class Machines:
         self.weights: dict[str, np.ndarray] = {}
 
     def serve(self, part: int) -> PartServer:
-        server = PartServer(self.arenas[part], part, self.world.run.run_id, "127.0.0.1", anchor_interval=INTERVAL, threads=2)
+        server = self.server(self.arenas[part], part, self.world.run.run_id, "127.0.0.1", anchor_interval=INTERVAL, threads=2)
         server.start()
         return server
 

@@ -21,9 +21,10 @@ from polyreme.weights.canary import Canary
 from polyreme.weights.delta import WeightDelta
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import replica_push, replica_sync
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.push_limits import PushLimits
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient
 from polyreme_trainer.weight_sync.replica_sync import ReplicaSync
 from polyreme_trainer.weight_sync.version import Version
 from support.receiver import Receiver, replica
@@ -53,6 +54,7 @@ class World:
     log: ExperienceLog
     registry: Registry
     arena: Arena
+    limits: PushLimits
     publisher: Publisher
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     version: int = -1
@@ -91,8 +93,8 @@ class World:
         assert self.publisher._connected is not None
         return self.publisher._connected.sync
 
-    def receiver(self) -> Receiver:
-        return Receiver(self.run.run_id, ["embed", "norm"])
+    def receiver(self, **swaps: float) -> Receiver:
+        return Receiver(self.run.run_id, ["embed", "norm"], None, **swaps)
 
     def replica(self, name: str) -> AbstractAsyncContextManager[Receiver]:
         return replica(self.registry, name, self.receiver())
@@ -116,16 +118,29 @@ class World:
         return [record for _, record in await self.run.records("0", 0) if record["kind"] == kind]
 
 
+def push_soon() -> PushLimits:
+    """The limits of a publisher that finds replicas and retries pushes without the pauses of a real run."""
+    return PushLimits(lease_check=0.02, backoff=Backoff(first=0.01, longest=0.05))
+
+
 @asynccontextmanager
-async def publishing(redis: Redis, redis_url: str, run_id: str, layout: Manifest = LAYOUT, **config: Any) -> AsyncIterator[World]:
-    """A run whose publisher has started."""
+async def publishing(
+    redis: Redis,
+    redis_url: str,
+    run_id: str,
+    layout: Manifest = LAYOUT,
+    client: type[ReplicaClient] = ReplicaClient,
+    **config: Any,
+) -> AsyncIterator[World]:
+    """A run whose publisher has started. `client`: of each replica."""
     run = await Run.create(redis, run_id, parse_config({**CONFIG, **config}, "test"), {})
     log = ExperienceLog(run)
     term = await log.take(Writer.LEARNER)
     arena = Arena.create(run.run_id, layout.nbytes)
-    publisher = Publisher(redis_url, run.run_id, term, arena)
+    limits = push_soon()
+    publisher = Publisher(redis_url, run.run_id, term, arena, limits, client)
     publisher.start()
-    yield World(run, log, Registry(run), arena, publisher, layout=layout)
+    yield World(run, log, Registry(run), arena, limits, publisher, layout=layout)
     publisher.close()
     arena.close()
     assert not arena.path.exists()
@@ -136,16 +151,9 @@ SPARSE = 0.01
 """A fraction of changed elements for which a version of SPARSE_LAYOUT is sent as a delta."""
 
 
-def push_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes publishers find replicas and retry pushes without the pauses of a real run."""
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(replica_push, "BACKOFF", Backoff(first=0.01, longest=0.05))
-
-
 @asynccontextmanager
-async def far_publishing(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def far_publishing(redis: Redis, redis_url: str, run_id: str) -> AsyncIterator[World]:
     """A learner on a different host from its replicas. Every fourth version is an anchor."""
-    push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id, SPARSE_LAYOUT, weights={"anchor_interval": 4}) as world:
         world.arena.unlink()
         yield world

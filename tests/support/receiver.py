@@ -19,6 +19,7 @@ from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import ArenaSource, tensor_views
 from polyreme_rollout.engine.protocol import EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest, TopTokens
 from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.weights.relay import TransferLimits
 from polyreme_rollout.weights.weight_swap import WeightSwapper
 from polyreme_rollout.weights.weights_service import WeightsService
 from support.proxy import Proxy, bad_network
@@ -35,7 +36,7 @@ def scores(weights: Mapping[str, np.ndarray], ids: Sequence[int]) -> list[float]
 class MemoryEngine:
     """An engine whose model is a dictionary of arrays; it samples nothing.
 
-    `weights` is its content. The next `broken_loads` loads fail half way. While `may_load` is clear, loads wait; while `has_place` is
+    `weights` is its content. The next `broken_loads` loads fail half way; the next `stale_loads` keep the tensor `norm`. While `may_load` is clear, loads wait; while `has_place` is
     clear, canaries wait.
     """
 
@@ -45,7 +46,7 @@ class MemoryEngine:
     def __init__(self, weight_names: Sequence[str]) -> None:
         self.weight_names = frozenset(weight_names)
         self.weights: dict[str, np.ndarray] = {}
-        self.broken_loads = 0
+        self.broken_loads = self.stale_loads = 0
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.has_place = asyncio.Event()
@@ -72,6 +73,8 @@ class MemoryEngine:
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         started, self.paused = time.perf_counter(), True
+        kept = {"norm": self.weights["norm"]} if self.stale_loads and self.weights else {}
+        self.stale_loads -= len(kept)
         await self.may_load.wait()
         for source in sources:
             arena = Arena.open(source.path)
@@ -81,6 +84,7 @@ class MemoryEngine:
                 raise LoadError(str(error)) from None
             finally:
                 arena.close()
+        self.weights |= kept
         return LoadResult(started, time.perf_counter() - started, sampled={})
 
     def _load(self, source: ArenaSource, arena: Arena) -> None:
@@ -117,15 +121,18 @@ class Receiver(WeightsService):
     """The service. `versions` lists all served versions, `calls` every call, and `term` is the learner's term that it knows.
 
     `has_devices`: whether the engine may sample.
-    `maps`: whether it is on the trainer's host; `reaches_replicas`: whether other replicas' addresses work here.
+    `maps`: whether it is on the trainer's host; `reaches_replicas`: whether other replicas' addresses work here. While `may_send` is clear,
+    other replicas wait for its bytes. `swaps`: arguments of its weight swapper.
     """
 
-    def __init__(self, run_id: str, weight_names: Sequence[str], security: SecurityConfig | None = None) -> None:
+    def __init__(self, run_id: str, weight_names: Sequence[str], security: SecurityConfig | None = None, **swaps: float) -> None:
         self.engine = MemoryEngine(weight_names)
         self.versions: list[int] = []
         self.calls: deque[str] = deque(maxlen=1000)
         self.term = 0
         self.has_devices = True
+        self.may_send = asyncio.Event()
+        self.may_send.set()
         swapper = WeightSwapper(
             run_id,
             self.engine,
@@ -133,10 +140,11 @@ class Receiver(WeightsService):
             lambda version, _sampled: self.versions.append(version),
             lambda: None,
             lambda: self.has_devices,
+            **swaps,
         )
         self.metrics = ReplicaMetrics()
         self.maps = self.reaches_replicas = True
-        super().__init__(swapper, self.metrics, self._committed, security)
+        super().__init__(swapper, self.metrics, self._committed, security, TransferLimits(connect=300.0))
 
     async def _committed(self) -> None:
         pass
@@ -167,6 +175,7 @@ class Receiver(WeightsService):
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         self.calls.append("Fetch")
+        await self.may_send.wait()
         await super().Fetch(request, context)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:

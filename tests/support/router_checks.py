@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+from metric_rows import ROUTING
 from torch import Tensor
 from torch.testing import assert_close
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -26,7 +27,6 @@ from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.megatron.training.roles import LossTerm, Role
-from polyreme_trainer.observe.registry import ROUTING
 from support.model_checks import file_tensors, hf_model
 
 LENGTHS = (9, 4, 12, 6)

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.experience.record_codec import encode_group
+from polyreme.experience.record_codec import TrainedSamples, encode_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
-from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.observe.metrics import episodes as episode_metrics
 from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config

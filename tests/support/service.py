@@ -26,15 +26,16 @@ class Parts:
     """The processes of a service, each on its own as in a container. What ends is started again by the test."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path, environment: dict[str, str]) -> None:
-        self._commands, self._folder, self._environment = commands, folder, {**os.environ, **QUIET, **environment}
+        self._commands, self._folder, self.environment = commands, folder, {**os.environ, **QUIET, **environment}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, part: str) -> None:
-        """Starts a part, also in place of one that has been killed."""
+    def start(self, part: str) -> subprocess.Popen[bytes]:
+        """Starts a part, also in place of one that has ended. Returns its process."""
         with open(self._folder / f"{part}.log", "ab") as log:
             self._running[part] = subprocess.Popen(
-                self._commands[part], stdout=log, stderr=subprocess.STDOUT, env=self._environment
+                self._commands[part], stdout=log, stderr=subprocess.STDOUT, env=self.environment
             )
+        return self._running[part]
 
     def kill(self, part: str) -> None:
         self._running[part].kill()
@@ -43,7 +44,7 @@ class Parts:
     def refusal(self, part: str) -> str:
         """What a further process of a part says, which is refused."""
         done = subprocess.run(
-            self._commands[part], env=self._environment, capture_output=True, text=True, timeout=300, check=False
+            self._commands[part], env=self.environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode != 0
         return done.stderr
@@ -84,6 +85,7 @@ def service(
     engine: str = "transformers",
     vllm: Mapping[str, object] | None = None,
     parallel: Mapping[str, int] | None = None,
+    agents: bool = False,
 ) -> Iterator[Service]:
     """Serves a model until the block ends.
 
@@ -92,6 +94,7 @@ def service(
         length: of prompt and answer.
         vllm: the section sampler.vllm.
         parallel: the layout of the learner's ranks; None: one.
+        agents: whether it has session addresses.
     """
     url, file = f"http://127.0.0.1:{(port := free_port())}", folder / "serve.yaml"
     sampler = {"engine": engine, "max_model_len": length, "vllm": dict(vllm or {})}
@@ -102,6 +105,8 @@ def service(
         "model": {"path": str(model)},
         "sampler": sampler,
         "learner": learner,
+        "agents": {"port": 0} if agents else None,
+        "quota": {"models": 64},  # all tests of a module are one tenant
         "output_dir": "out",
     }
     file.write_text(yaml.safe_dump(tree))

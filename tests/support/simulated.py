@@ -5,8 +5,8 @@ Redis, gRPC, leases, arenas, pushes, commits and the ledger are real.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from polyreme import API_VERSION
-from polyreme.api.v1 import rollout_pb2_grpc
+from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.leases import Lease, Registry
@@ -71,21 +71,46 @@ async def make_run(redis: Any, run_id: str, config: RunConfig, **files: Any) -> 
     return await Run.create(redis, run_id, config, model_files(**files))
 
 
+class _Recorder(RolloutService):
+    """Notes its calls of Generate, however they come."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.calls: list[rollout_pb2.GenerateRequest] = []
+        self.asked = asyncio.Event()
+
+    async def responses(
+        self, request: rollout_pb2.GenerateRequest
+    ) -> AsyncGenerator[tuple[rollout_pb2.GenerateResponse, bool], None]:
+        self.calls.append(request)
+        self.asked.set()
+        async with aclosing(super().responses(request)) as responses:
+            async for response in responses:
+                yield response
+
+
 @dataclass
 class Replica:
     """A serving simulated replica. `calls` has its Generate requests, in order."""
 
     id: str
     engine: SimulatedInferenceEngine
-    service: RolloutService
+    service: _Recorder
     running: RunningSequences
     swapper: WeightSwapper
     metrics: ReplicaMetrics
     lease: Lease
-    calls: list[Any] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
     _life: AsyncExitStack = field(default_factory=AsyncExitStack)
     _lease: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def calls(self) -> list[rollout_pb2.GenerateRequest]:
+        return self.service.calls
+
+    @property
+    def asked(self) -> asyncio.Event:
+        """Set by a call."""
+        return self.service.asked
 
     async def lose_lease(self) -> None:
         """Removes its lease, as if it had stopped renewing. It still serves."""
@@ -108,34 +133,27 @@ async def simulated_replica(
     api: int = API_VERSION,
     engine_type: type[SimulatedInferenceEngine] = SimulatedInferenceEngine,
     may_use_devices: Callable[[], bool] = lambda: True,
+    commit_seconds: float = 2.0,
     **engine_arguments: Any,
 ) -> AsyncIterator[Replica]:
     """Starts a replica with a lease. It serves nothing until a version is pushed to it."""
     engine = engine_type(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = ReplicaMetrics()
     running = RunningSequences(metrics)
-    swapper = WeightSwapper(run.run_id, engine, lambda: 0, running.change_policy, running.lose_policy, may_use_devices)
+    policy = running.change_policy, running.lose_policy
+    swapper = WeightSwapper(run.run_id, engine, lambda: 0, *policy, may_use_devices, commit_seconds=commit_seconds)
     limits = RequestLimits(CONTEXT, VOCAB, 1 << 14)
-    service = RolloutService(engine, Identity(run.run_id, name, ""), limits, metrics, swapper, running)
+    service = _Recorder(engine, Identity(run.run_id, name, ""), limits, metrics, swapper, running)
     async with AsyncExitStack() as life, AsyncExitStack() as lease_life:
         replica = Replica(
             name, engine, service, running, swapper, metrics, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life
         )
 
-        class Recorder(rollout_pb2_grpc.RolloutServiceServicer):
-            Describe = service.Describe
-
-            async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-                replica.calls.append(request)
-                replica.asked.set()
-                async for response in service.Generate(request, context):
-                    yield response
-
         async def announce() -> None:
             pass
 
         def add(server: grpc.aio.Server) -> None:
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server(Recorder(), server)
+            rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
             WeightsService(swapper, metrics, announce).add_to(server)
 
         server = await life.enter_async_context(rpc.serve("127.0.0.1", 0, add, _SERVICES, grace=0.0))

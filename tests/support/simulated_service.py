@@ -122,6 +122,8 @@ async def sample(log: RequestLog, stop: asyncio.Event, given: SimulatedInference
     simulated = given or SimulatedInferenceEngine(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
     await simulated.open()
     with closing(SimulatedWeights()) as weights:
+        await simulated.load([weights.write(None)])  # the base model's, as a real engine has them from its start
+        await simulated.resume()
         written: Any = weights
         await ServedSampler(log, simulated, written, (1,), lambda ids: " ".join(map(str, ids))).run(stop)
     simulated.close()

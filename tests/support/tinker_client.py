@@ -5,7 +5,9 @@ import os
 import sys
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
 
 os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1")
 
@@ -85,6 +87,40 @@ def sampled(service: Any) -> dict[str, Any]:
     return {"end": model.save_weights_for_sampler("end").result().path, "losses": losses, "tokens": tokens}
 
 
+def actor_critic(service: Any) -> dict[str, Any]:
+    """A PPO loop of two models: each step samples four answers, whose reward is 2 and their share of tokens below 48, and has two epochs."""
+    policy = service.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
+    critic = service.create_lora_training_client(base_model="tiny:critic", rank=4, seed=9).result()
+    prompt, losses = list(SEQUENCES[0]), []
+    for step in range(10):
+        sampler = policy.save_weights_and_get_sampling_client().result()
+        options = types.SamplingParams(max_tokens=6, seed=step, stop=[])
+        answers = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=4, sampling_params=options).result().sequences
+        given = [types.ModelInput.from_ints([*prompt, *answer.tokens][:-1]) for answer in answers]
+        found = critic.forward([types.Datum(model_input=each) for each in given], "value").result().loss_fn_outputs
+        acted, judged = [], []
+        for answer, ids, output in zip(answers, given, found, strict=True):
+            values, before = np.array(output["values"].tolist(), np.float32), len(prompt) - 1
+            mask = np.array([0] * before + [1] * len(answer.tokens), np.float32)
+            returns = mask * np.float32(2 + np.mean(np.array(answer.tokens) < 48))  # gamma and lambda are 1
+            actions: Any = {
+                "target_tokens": [*prompt, *answer.tokens][1:],
+                "logprobs": [0.0] * before + list(answer.logprobs),
+                "advantages": mask * (returns - values),
+            }
+            acted.append(types.Datum(model_input=ids, loss_fn_inputs=actions))
+            judgement: Any = {"returns": returns, "values": values, "mask": mask}
+            judged.append(types.Datum(model_input=ids, loss_fn_inputs=judgement))
+        for _ in range(2):
+            parts = [policy.forward_backward(acted, "ppo"), critic.forward_backward(judged, "value")]
+            steps = [model.optim_step(ADAM) for model in (policy, critic)]
+            losses.append([part.result().metrics["loss:sum"] for part in parts])
+            for each in steps:
+                each.result()
+        print(step, losses[-1], flush=True)
+    return {"end": critic.save_weights_external("end").result().path, "losses": losses}
+
+
 def scored(prompt: list[int], answer: Any, advantage: float) -> types.Datum:
     """The datum of a sampled answer."""
     ids, before = [*prompt, *answer.tokens], len(prompt) - 1
@@ -94,6 +130,34 @@ def scored(prompt: list[int], answer: Any, advantage: float) -> types.Datum:
         "advantages": [0.0] * before + [advantage] * len(answer.tokens),
     }
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def agent(service: Any) -> dict[str, Any]:
+    """Trains on what an agent with the openai client has sampled in two turns, and ends its session."""
+    model = service.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
+    model.forward_backward(DATA, "cross_entropy")
+    model.optim_step(ADAM).result()
+    weights = model.save_weights_for_sampler("now").result().path
+    sessions, key = f"{sys.argv[1]}/api/v1/agent_sessions", {"x-api-key": os.environ["TINKER_API_KEY"]}
+    opened = (
+        httpx.post(sessions, headers=key, json={"model_path": weights, "max_tokens": 6}, timeout=60).raise_for_status().json()
+    )
+    chat = openai.OpenAI(base_url=opened["base_url"], api_key=opened["api_key"]).chat.completions
+    messages: list[Any] = [{"role": "user", "content": "1+2"}]
+    for _ in range(2):
+        answer = chat.create(model="any", messages=messages).choices[0].message.content
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "again"}]
+    session = f"{sessions}/{opened['agent_session_id']}"
+    [told] = httpx.get(session, headers=key, timeout=60).raise_for_status().json()["trajectories"]
+    assert httpx.delete(session, headers=key, timeout=60).status_code == 204
+    inputs: Any = {"target_tokens": told["tokens"][1:], "logprobs": told["logprobs"][1:], "advantages": told["mask"][1:]}
+    inputs["advantages"] = [float(each) for each in inputs["advantages"]]
+    given = types.Datum(model_input=types.ModelInput.from_ints(told["tokens"][:-1]), loss_fn_inputs=inputs)
+    trained = model.forward_backward([given], "importance_sampling").result()
+    model.optim_step(ADAM).result()
+    learned, mask = np.array(trained.loss_fn_outputs[0]["logprobs"].tolist()), np.array(told["mask"][1:])
+    difference = float((np.abs(learned - np.array(told["logprobs"][1:])) * mask).max())
+    return {"sampled": int(mask.sum()), "difference": difference, "loss": trained.metrics["loss:sum"]}
 
 
 def refused(service: Any) -> dict[str, Any]:
@@ -192,7 +256,9 @@ def prompt_difference(model: Any, sampler: Any) -> float:
     return float(max(np.abs(np.array(one) - two).max() for one, (_, two) in zip(learned, columns, strict=True)))
 
 
-CASES = {case.__name__: case for case in (twenty_steps, continued, sampled, refused, adapters, full_parameters)}
+CASES = {
+    case.__name__: case for case in (twenty_steps, continued, sampled, actor_critic, agent, refused, adapters, full_parameters)
+}
 
 if __name__ == "__main__":
     outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1]))

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polyreme_rollout.engine.gathered_start import LONGEST_WAIT_SECONDS
-from polyreme_rollout.engine.scheduler import extend_scheduler
+from polyreme_rollout.engine.scheduler import LONGEST_WAIT_SECONDS, extend_scheduler
 from polyreme_rollout.engine.vllm_arguments import CPU_BLOCK_TOKENS, engine_arguments
 from support.replicas import rollout_config
 

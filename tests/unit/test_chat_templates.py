@@ -16,7 +16,7 @@ from polyreme.config.stage import PreferenceData, RewardModelConfig, RewardModel
 from polyreme.dataset.chat import clock_of, read_chat
 from polyreme.errors import ConfigError, DataError
 from polyreme_rollout.engine.plain_openai import TokenizerCodec
-from polyreme_rollout.http.chat_requests import rewritten
+from polyreme_rollout.http.http_app import rewritten
 from polyreme_trainer.data.preferences import read_labelled, read_pairs, read_scored_pairs
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.supervised import load_examples, read_supervised

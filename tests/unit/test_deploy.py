@@ -209,11 +209,11 @@ def test_a_variable_puts_the_replica_on_the_trainers_card() -> None:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    from metric_rows import METRICS
     from prometheus_client import generate_latest
 
     from polyreme_reward.metrics import RewardMetrics
     from polyreme_rollout.metrics import ReplicaMetrics as RolloutMetrics
-    from polyreme_trainer.observe.registry import METRICS
 
     board = json.loads((ROOT / "deploy" / "observability" / "dashboards" / "polyreme.json").read_text())
     asked = {

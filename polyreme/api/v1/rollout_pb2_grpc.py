@@ -40,6 +40,11 @@ class RolloutServiceStub(object):
                 request_serializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/polyreme.api.v1.RolloutService/GenerateMany',
+                request_serializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/polyreme.api.v1.RolloutService/Describe',
                 request_serializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.DescribeRequest.SerializeToString,
@@ -62,6 +67,15 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Many calls of Generate on one stream, which cost both sides far less than calls of their own. Each has its own status, and the end of the
+        stream ends them all. A replica that drains ends the stream when its last call has ended.
+        RESOURCE_EXHAUSTED, of one of the calls, also: too many calls on the stream. INVALID_ARGUMENT, of the stream: a call's number is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """The replica's identity and the version that it serves.
         """
@@ -76,6 +90,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateManyRequest.FromString,
+                    response_serializer=polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -111,6 +130,33 @@ class RolloutService(object):
             '/polyreme.api.v1.RolloutService/Generate',
             polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/polyreme.api.v1.RolloutService/GenerateMany',
+            polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateManyRequest.SerializeToString,
+            polyreme_dot_api_dot_v1_dot_rollout__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

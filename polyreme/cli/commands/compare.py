@@ -17,8 +17,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.metric_records import Line
 from polyreme.rundir.run_directory import flat_settings, no_run, read_run_file, read_settings
 from polyreme.rundir.run_records import read_records, read_summary
-from polyreme.terminal.table import fitted
-from polyreme.terminal.terminal import TerminalConsole
+from polyreme.terminal.terminal import TerminalConsole, fitted
 
 MAIN = (
     "reward/mean",

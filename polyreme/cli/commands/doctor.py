@@ -1,32 +1,36 @@
 """`polyreme doctor`: checks what this machine offers a run, and states how to fix what is missing.
 
-Invariant: the command measures and reports. Servers and processes that it starts end with it; only the file of --report outlasts it.
+Invariant: the command measures and reports. Servers and processes that it starts end with it; only the file of --report outlasts it. That
+file has no secret that this process knows: values of secret variables of the environment, the password of the run's Redis, and of an address
+nothing but scheme, host and port. Samples, data and answers are not read.
 """
 
 import asyncio
 import os
+import platform
+import re
 import resource
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from importlib.metadata import entry_points
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Annotated, Literal
 
 import httpx
 import typer
 
-from polyreme.cli.commands.doctor_report import report_text
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.embedded_redis import EmbeddedServer
-from polyreme.experience.store import connect
+from polyreme.experience.store import connected
 from polyreme.hub.download import hub_address
 from polyreme.net.ports import check_free, loopback
 from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process.machine import memory_limit
 from polyreme.process.temp_root import REPLICA_ROOM, temp_root
+from polyreme.rundir.log_lines import log_files, newest_attempt
 from polyreme.terminal.verdicts import (
     TempFacts,
     Verdict,
@@ -55,6 +59,14 @@ SERVICES = {
     "polyreme-environment": "environment",
     "polyreme-trainer": "trainer",
 }
+LINES_OF_A_LOG = 60
+_PACKAGES = re.compile(
+    r"(polyreme|torch|vllm|megatron|mindspeed|transformers|tokenizers|numpy|grpcio|protobuf|redis|valkey|pydantic|flash|triton)"
+)
+_SECRET = re.compile(r"(TOKEN|PASSWORD|SECRET|CREDENTIAL|_KEY$)")
+_SHORTEST_SECRET = 4
+"""Characters. A shorter value, such as `1`, would be replaced everywhere."""
+_ADDRESS = re.compile(r"\b(\w+)://(?:[^\s/@'\"]*@)?([^\s/'\"]+)(/[^\s'\"]*)?")
 
 
 def doctor(
@@ -149,7 +161,8 @@ def redis_failure(url: str | None) -> str | None:
     """Why a run cannot use the Redis at `url`, or an embedded one when `url` is None; None: it can."""
 
     async def reach(where: str) -> None:
-        await (await connect(where)).aclose()
+        async with connected(where):
+            pass
 
     try:
         if url is not None:
@@ -173,3 +186,53 @@ def port_failure(port: int) -> str | None:
     except PolyremeError as error:
         return error.do
     return None
+
+
+def report_text(verdicts: Sequence[str], run_dir: Path | None, environment: Mapping[str, str]) -> str:
+    """Returns the text of the report.
+
+    Args:
+        verdicts: the lines of `polyreme doctor`.
+        run_dir: the run whose configuration and logs are included, or None.
+        environment: of this process; its names that begin with POLYREME_ are listed, without values.
+    """
+    parts = [
+        ("system", [platform.platform(), f"Python {platform.python_version()}"]),
+        ("packages", packages()),
+        ("variables", sorted(name for name in environment if name.startswith("POLYREME_"))),
+        ("doctor", verdicts),
+    ]
+    if run_dir is not None:
+        parts += list(_of_run(run_dir))
+    text = "\n".join(f"== {title}\n" + "".join(f"{line}\n" for line in lines) for title, lines in parts)
+    return without_secrets(text, secrets_in(run_dir, environment))
+
+
+def packages() -> list[str]:
+    """The installed packages that computations and services depend on, with their versions."""
+    found = {f"{found.name} {found.version}" for found in distributions() if _PACKAGES.match(found.name.lower())}
+    return sorted(found)
+
+
+def secrets_in(run_dir: Path | None, environment: Mapping[str, str]) -> list[str]:
+    """The secrets that this process can know, longest first."""
+    known = [value for name, value in environment.items() if _SECRET.search(name.upper())]
+    password = run_dir / "redis" / "password" if run_dir is not None else None
+    if password is not None and password.is_file():
+        known.append(password.read_text().strip())
+    return sorted((value for value in known if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+
+
+def without_secrets(text: str, secrets: Sequence[str]) -> str:
+    """The text without the secrets, and with addresses cut to scheme, host and port: a webhook's path is a secret."""
+    for secret in secrets:
+        text = text.replace(secret, "(removed)")
+    return _ADDRESS.sub(lambda match: f"{match[1]}://{match[2]}" + ("/(removed)" if len(match[3] or "") > 1 else ""), text)
+
+
+def _of_run(run_dir: Path) -> Iterator[tuple[str, Sequence[str]]]:
+    for name in ("config.yaml", "summary.json"):
+        path = run_dir / name
+        yield name, path.read_text().splitlines() if path.is_file() else [f"not in {run_dir}"]
+    for file in log_files(newest_attempt(run_dir)):
+        yield f"the last lines of {file.process}", [line.text for line in file.read()[-LINES_OF_A_LOG:]]

@@ -22,8 +22,7 @@ from polyreme.net.redis_url import redis_option
 from polyreme.rundir.run_records import read_records
 from polyreme.rundir.start import prepared
 from polyreme.terminal.completion import Overrides
-from polyreme.terminal.table import aligned
-from polyreme.terminal.terminal import TerminalConsole
+from polyreme.terminal.terminal import TerminalConsole, aligned
 
 _ONLY_EVALUATE = (
     "iterations=0",

@@ -5,19 +5,16 @@ Invariant: it reads the run's Redis and changes nothing in it.
 
 import asyncio
 import logging
-from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
-from polyreme.experience.run import Run
-from polyreme.experience.store import connect
-from polyreme.gateway.forward import GatewayLimits
+from polyreme.experience.listing import service_run
+from polyreme.gateway.limits import GatewayLimits
 from polyreme.gateway.serve import serve_gateway
 from polyreme.net.endpoint import endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
-from polyreme.process.lifecycle import stop_event
 
 logger = logging.getLogger("polyreme.gateway")
 
@@ -48,16 +45,10 @@ def gateway(
 async def _serve(
     redis_url: str, run_id: str | None, aliases: list[str], host: str | None, port: int, limits: GatewayLimits, wait: float
 ) -> None:
-    client = await connect(redis_url, _REDIS_TIMEOUT)
-    try:
-        run = await Run.attach(client, run_id, wait, ended=False)
-        stop = stop_event()
+    async with service_run(redis_url, run_id, wait, _REDIS_TIMEOUT) as (run, stop):
         endpoint = endpoint_of(host, 0, port, None, redis_url)
-        over = run.set_when_over(stop) if run_id is None else nullcontext()
-        async with serve_gateway(run, endpoint.host, port, aliases, limits) as bound, over:
+        async with serve_gateway(run, endpoint.host, port, aliases, limits) as bound:
             scheme = "https" if (security := (await run.config()).security) and security.certificate else "http"
             logger.info("ready: run %s at %s://%s/v1", run.run_id, scheme, endpoint.http_address(bound))
             await stop.wait()
             logger.info("draining")
-    finally:
-        await client.aclose()

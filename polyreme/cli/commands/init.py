@@ -136,13 +136,9 @@ def _check_alone(option: str, others: list[str]) -> None:
         )
 
 
-def _is_terminal() -> bool:
-    return sys.stdin.isatty()
-
-
 def _ask(question: str, default: str, fits: Callable[[str], object], wanted: str) -> str:
     """Asks a question, up to _TRIES times until the answer fits. The caller reports a last answer that does not fit."""
-    if not _is_terminal():
+    if not sys.stdin.isatty():
         return default
     for _ in range(_TRIES):
         if fits(answer := str(typer.prompt(question, default=default)).strip()):

@@ -29,7 +29,7 @@ from polyreme.process.supervisor import (
     Supervisor,
 )
 from polyreme.rundir.progress import Progress, stream_time
-from polyreme.rundir.run_records import read_records, write_end
+from polyreme.rundir.run_records import add_written, write_end
 
 _GRACE_SECONDS = 15.0
 _RECORDS_INTERVAL = 0.5
@@ -52,6 +52,7 @@ class Session:
         self._url = url
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
+        self._over = asyncio.Event()  # all iterations are trained and saved: nothing calls the services any more
         self._end: tuple[RunState, str] | None = None  # final state and reason, when the trainer could not set it
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
@@ -86,7 +87,8 @@ class Session:
         keeping = asyncio.create_task(self._keep_store())
         stopping = asyncio.create_task(self._stop(stops))
         watching = asyncio.create_task(self._watch(ended))
-        tasks = (training, serving, keeping, stopping, watching)
+        leaving = asyncio.create_task(self._leave())
+        tasks = (training, serving, keeping, stopping, watching, leaving)
         try:
             while not training.done():
                 going = [task for task in (training, serving, keeping, stopping) if not task.done()]
@@ -96,7 +98,7 @@ class Session:
                     return 128 + stopping.result()
                 if keeping.done():
                     keeping.result()  # raises
-                if serving.done() and serving.exception():
+                if serving.done() and serving.exception() and not self._over.is_set():
                     await self._declare_failed(serving, training)
             ended.set()
             await asyncio.wait({watching})
@@ -108,7 +110,8 @@ class Session:
             raise
         finally:
             if gentle:
-                await self._serving.stop(_GRACE_SECONDS)
+                self._over.set()
+                await leaving
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill the remaining processes
@@ -116,6 +119,11 @@ class Session:
         for line in report.report(self._config, self._progress, self._config.run_dir, state, reason):
             self._say(line)
         return status
+
+    async def _leave(self) -> None:
+        """Ends the services once the run is over, while the trainer writes its last records."""
+        await self._over.wait()
+        await self._serving.stop(_GRACE_SECONDS)
 
     async def _settle_end(self) -> tuple[RunState, str]:
         """Sets the final state in Redis and in summary.json, unless the trainer did. Returns the state and the reason."""
@@ -198,7 +206,7 @@ class Session:
     async def _watch(self, ended: asyncio.Event) -> None:
         """Shows the run's records until `ended` is set and the stream has been read to its end."""
         shown_state, since = None, time.time()
-        cursor = await asyncio.to_thread(self._read_past)
+        cursor = await asyncio.to_thread(add_written, self._progress, self._config.run_dir, self._run.run_id)
         with view.view(self._config, self._console, self._url) as shown:
             while True:
                 last = ended.is_set()
@@ -210,6 +218,8 @@ class Session:
                     if last:
                         return
                     continue
+                if state in (RunState.DONE, RunState.STOPPED):
+                    self._over.set()
                 if state is not shown_state:
                     shown_state = state
                     is_printed_later = state is RunState.FAILED
@@ -224,11 +234,3 @@ class Session:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_RECORDS_INTERVAL):
                         await ended.wait()
-
-    def _read_past(self) -> str:
-        """Reads the records of a resumed run from disk, since Redis may have trimmed them. Returns the last one's stream id."""
-        cursor = "0"
-        for record in read_records(self._config.run_dir, self._run.run_id):
-            self._progress.add(record)
-            cursor = record["id"]
-        return cursor

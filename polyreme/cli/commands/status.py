@@ -16,13 +16,12 @@ import typer
 
 from polyreme.display.report import duration
 from polyreme.experience.listing import list_runs
-from polyreme.experience.store import connect
+from polyreme.experience.store import connected
 from polyreme.net.redis_url import redis_option
 from polyreme.rundir.reader import run_directories
 from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
 from polyreme.rundir.service_status import ModelStatus, ServiceState, is_running, model_statuses
-from polyreme.terminal.table import fitted
-from polyreme.terminal.terminal import TerminalConsole
+from polyreme.terminal.terminal import TerminalConsole, fitted
 
 MODELS = ("TENANT", "MODEL", "STATE", "STEPS", "LOSS", "TRAINED", "SAMPLED", "QUEUED", "UPDATED")
 HEADER = ("RUN", "STATE", "ITERATION", "RESULT", "REWARD", "REPLICAS", "UPDATED", "PLACE")
@@ -61,10 +60,12 @@ def status(
 
 
 def status_lines(found: list[RunStatus], now: float, width: int | None = None) -> list[str]:
-    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well. `width`: as for `fitted`."""
+    """The table of `found` at Unix time `now`. Below it the orchestrators of runs with several, and the reasons of those that did not end well.
+    `width`: as for `fitted`."""
     if not found:
         return ["no runs"]
     lines = fitted(HEADER, [_cells(each, now) for each in found], width)
+    lines += [f"{each.run_id}: {_orchestrators(each)}" for each in found if each.orchestrators]
     return lines + [f"{each.run_id}: {' '.join(each.reason.split())}" for each in found if each.reason]
 
 
@@ -95,11 +96,17 @@ def service_lines(
 
 
 async def _of_redis(url: str) -> list[RunStatus]:
-    redis = await connect(url)
-    try:
+    async with connected(url) as redis:
         return [redis_status(listed, url) for listed in await list_runs(redis)]
-    finally:
-        await redis.aclose()
+
+
+def _orchestrators(status: RunStatus) -> str:
+    """What each has done between the two newest plans."""
+    parts = [
+        f"{name} {each['groups']} groups" + (f", {each['restarts']} restarts" if each["restarts"] else "")
+        for name, each in status.orchestrators.items()
+    ]
+    return "; ".join(parts)
 
 
 def _cells(status: RunStatus, now: float) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves. A
 second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
+A detached run's foreground process ends when the background process announces that it runs, or with its status and message.
 """
 
 import asyncio
@@ -18,14 +19,13 @@ import typer
 from redis.asyncio import Redis
 from rich.console import Console
 
-from polyreme.cli.commands.detach import into_background
 from polyreme.cli.commands.session import Session
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.display.summary import summary_lines
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer, kept_secret
-from polyreme.experience.store import connect
+from polyreme.experience.store import connected
 from polyreme.hub.resolve import resolve_names
 from polyreme.net.redis_url import exposure, redis_option, without_password
 from polyreme.process.machine import other_users
@@ -35,6 +35,8 @@ from polyreme.rundir.start import Start, prepared
 from polyreme.terminal.completion import Overrides
 from polyreme.terminal.terminal import TerminalConsole
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
+
+_TAIL_LINES = 20
 
 
 def up(
@@ -147,11 +149,8 @@ async def _store(
     server = await EmbeddedServer.open(config.run_dir / "redis", port or 0) if url is None else None
     try:
         address = str(without_password(server.url if server else url))  # the services find its password in their environment
-        redis = await connect(address)
-        try:
+        async with connected(address) as redis:
             yield redis, address, server
-        finally:
-            await redis.aclose()
     finally:
         if server:
             server.stop()
@@ -173,3 +172,53 @@ async def _sweep(run_id: str) -> None:
         if not list(SHARED_MEMORY.glob(f"polyreme-{run_id}-weights-*")):
             return
         await asyncio.sleep(0.1)
+
+
+def into_background(log: Path) -> Callable[[str], None]:
+    """Forks a process without a terminal that appends its output to `log`. Returns only in that process.
+
+    Must be called before any thread or event loop starts.
+
+    Returns:
+        `announce(text)`, after which the foreground process prints the text and exits with status 0.
+    """
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        os.close(write_end)
+        _wait(read_end, child, log)
+    os.close(read_end)
+    os.set_inheritable(write_end, False)
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(output)
+    os.close(nothing)
+
+    def announce(text: str) -> None:
+        try:
+            os.write(write_end, text.encode())
+        except BrokenPipeError:
+            pass  # the foreground process has been killed, but the run continues
+        finally:
+            os.close(write_end)
+
+    return announce
+
+
+def _wait(read_end: int, child: int, log: Path) -> None:
+    """Ends the foreground process. Runs no cleanup, since the background process now owns all resources."""
+    with os.fdopen(read_end, "rb") as pipe:
+        announced = pipe.read()
+    if announced:
+        sys.stdout.write(announced.decode() + "\n")
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    sys.stderr.write("\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]) + "\n")
+    sys.stderr.flush()
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF or 1)

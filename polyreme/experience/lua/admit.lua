@@ -1,7 +1,7 @@
 #!lua
 -- admit: (none) -> admitted(version, attempt 1) for the next indices, as many as the bound and `most` allow. Once per nonce.
 -- KEYS: common, then once (string that expires). Reads meta, plans, appended; writes ledger, in_flight, once.
--- ARGV: orchestrator's term, most. Returns {{index, attempt, version}, ...}; may be empty.
+-- ARGV: the leading orchestrator's term, most. Returns {{index, attempt, version}, ...}; may be empty.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
 local done = redis.call('GET', KEYS[10])
@@ -28,5 +28,8 @@ for index = first, first + count - 1 do
   write(index, 'admitted', '1', int(version), now)
   admitted[#admitted + 1] = {index, 1, version}
 end
-if count > 0 then redis.call('SET', KEYS[10], int(first) .. ' ' .. int(count), 'EX', '600') end
+if count > 0 then
+  redis.call('SET', KEYS[10], int(first) .. ' ' .. int(count), 'EX', '600')
+  if orchestrators() > 1 then signal('admit', int(first)) end
+end
 return admitted

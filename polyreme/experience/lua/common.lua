@@ -1,8 +1,9 @@
 -- Prepended to every script. Every script gets the same keys of one run, in this order (scripts.py, KEYS):
 --   meta       hash   state, reason, creator (nonce of the newest start), start (their number), limits (groups_per_iteration,
---   max_staleness, max_attempts, iterations), first_group (0 except in a fork), base, version,
---                     released, evaluated, low_water, recorded (newest iteration whose samples are on disk), orchestrator_since, version_since (ms)
---   terms      hash   role -> "counter token" of its holder
+--   max_staleness, max_attempts, iterations, orchestrators), first_group (0 except in a fork), base, version,
+--                     released, evaluated, low_water, recorded (newest iteration whose samples are on disk), version_since,
+--                     orchestrator_since, orchestrator-1_since, ... (ms)
+--   terms      hash   role -> "counter token" of its holder: learner; orchestrator, orchestrator-1, ...
 --   ledger     hash   index -> row, one of
 --                       admitted ATTEMPT VERSION SINCE_MS (`paused` while it waits for the learner's next version) | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
 --                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON (MEAN_REWARD is - if nothing was
@@ -54,6 +55,23 @@ local function signal(kind, value)
   redis.call('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', 'kind', kind, 'value', tostring(value))
 end
 
+-- The number of orchestrators; a log of an older release does not have it.
+local function orchestrators()
+  return math.max(1, meta('orchestrators'))
+end
+
+-- The role of an orchestrator by its number; the first one leads.
+local function orchestrator(number)
+  return number == 0 and 'orchestrator' or 'orchestrator-' .. int(number)
+end
+
+-- The role of the orchestrator that makes a group.
+local shards
+local function maker(index)
+  shards = shards or orchestrators()
+  return orchestrator(index % shards)
+end
+
 -- The error to answer when `term` no longer holds the role, else nil.
 local function refused(role, term)
   local holder = redis.call('HGET', TERMS, role)
@@ -90,19 +108,21 @@ local function count_tally(rates, prompt, samples, solved)
   redis.call('HSET', rates, prompt, int(all + n) .. ' ' .. int(passed + k) .. ' ' .. int(streak))
 end
 
--- Marks the groups in flight that are in `paused` (index -> true). Marked groups that are not in it continue.
-local function mark_paused(paused)
-  local count, now = 0, int(now_ms())
+-- Marks the groups in flight of an orchestrator that are in `paused` (index -> true). Marked groups of it that are not in it continue.
+local function mark_paused(paused, role)
+  local marked, now = 0, int(now_ms())
   for _, m in ipairs(redis.call('ZRANGE', IN_FLIGHT, 0, -1)) do
     local index = tonumber(m)
-    local r = row(index)
-    local was = string.match(r.text, 'paused$') ~= nil
-    if paused[index] then count = count + 1 end
-    if was ~= (paused[index] == true) then
-      write(index, 'admitted', int(r.attempt), int(r.third), was and now or 'paused')
+    if maker(index) == role then
+      local r = row(index)
+      local was = string.match(r.text, 'paused$') ~= nil
+      if paused[index] then marked = marked + 1 end
+      if was ~= (paused[index] == true) then
+        write(index, 'admitted', int(r.attempt), int(r.third), was and now or 'paused')
+      end
     end
   end
-  return count
+  return marked
 end
 
 -- admitted (row `r`) -> admitted with the next attempt, or failed after the last one. Returns the new attempt, or nil.

@@ -2,9 +2,11 @@
 -- draft: saves parts of the partial rollouts of attempts in flight. A part replaces all parts from its number on, so a repeated part
 -- changes nothing. Attempts that are not in flight are ignored.
 -- KEYS: common. Writes drafts.
--- ARGV: orchestrator's term, then (index, attempt, number, bytes) of each part. Returns the number of saved parts.
-local stale = refused('orchestrator', ARGV[1])
-if stale then return stale end
+-- ARGV: term of the groups' orchestrator, then (index, attempt, number, bytes) of each part. Returns the number of saved parts.
+for at = 2, #ARGV, 4 do
+  local stale = refused(maker(tonumber(ARGV[at])), ARGV[1])
+  if stale then return stale end
+end
 local kept = 0
 for at = 2, #ARGV, 4 do
   local index, attempt, number = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- drop: admitted(attempt) -> dropped(mean reward, reason): scored but not used for training, or not sampled at all (mean reward -).
 -- A repetition changes nothing. KEYS: common, then pass_rates. Writes ledger, in_flight, drafts, pass_rates.
--- ARGV: orchestrator's term, index, attempt, mean reward, reason, prompt ('' counts nothing), samples, solved. Returns 1, or 0 for a duplicate.
-local stale = refused('orchestrator', ARGV[1])
-if stale then return stale end
+-- ARGV: term of the group's orchestrator, index, attempt, mean reward, reason, prompt ('' counts nothing), samples, solved. Returns 1, or 0 for a duplicate.
 local index, attempt = tonumber(ARGV[2]), tonumber(ARGV[3])
+local stale = refused(maker(index), ARGV[1])
+if stale then return stale end
 if index < meta('low_water') then return 0 end
 local r = row(index)
 if not r then return redis.error_reply('ORDER group ' .. int(index) .. ' was never admitted') end

@@ -24,12 +24,14 @@ end
 if waits_for then
   local before = now_ms() - timeout
   -- Training time does not count as straggling: the time counts from the version at which the plan waits.
-  if math.max(meta('orchestrator_since'), meta('version_since')) > before then return false end
+  if meta('version_since') > before then return false end
+  local taken = {}  -- role -> when its holder took it
   for _, m in ipairs(redis.call('ZRANGEBYSCORE', IN_FLIGHT, '-inf', waits_for)) do
     local index = tonumber(m)
-    local r = row(index)
+    local r, role = row(index), maker(index)
     local since = tonumber(string.match(r.text, '(%d+)$'))  -- nil: paused
-    if since and since <= before then
+    taken[role] = taken[role] or meta(role .. '_since')
+    if since and math.max(since, taken[role]) <= before then
       if next_attempt(index, r, 'straggler', meta('max_attempts')) then signal('expire', int(index)) end
     end
   end

@@ -35,7 +35,7 @@ class Ended:
         return self.over is None and self.status == 0
 
 
-def run(mode: Mode, job: Mapping[str, object], stdin: str, limits: Limits) -> Ended:
+def run(mode: Mode, job: Mapping[str, object], stdin: str, limits: Limits, look_seconds: float = _LOOK_SECONDS) -> Ended:
     """Runs one program.
 
     Args:
@@ -43,12 +43,13 @@ def run(mode: Mode, job: Mapping[str, object], stdin: str, limits: Limits) -> En
         job: as described in `inside/child.py`, without `limits`, `paths` and `folder`.
         stdin: standard input of the program.
         limits: limits beyond which the program is killed.
+        look_seconds: between two looks at what it uses.
 
     Raises:
         SandboxError: the program could not be started.
     """
     with ExitStack() as stack:
-        return _watch([Program.start(mode, job, stdin, limits, None, stack)], limits)
+        return _watch([Program.start(mode, job, stdin, limits, None, stack)], limits, look_seconds)
 
 
 def check(mode: Mode, program: str, test: str, limits: Limits) -> str:
@@ -62,15 +63,15 @@ def check(mode: Mode, program: str, test: str, limits: Limits) -> str:
         with ours, theirs:
             judge = Program.start(mode, {"kind": "check", "test": test}, "", limits, ours, stack)
             judged = Program.start(mode, {"kind": "serve", "program": program}, "", limits, theirs, stack)
-        ended = _watch([judge, judged], limits)
+        ended = _watch([judge, judged], limits, _LOOK_SECONDS)
         verdict = ended.result.decode("utf-8", "replace")
         return verdict if ended.well and verdict else "fail"
 
 
-def _watch(programs: Sequence[Program], limits: Limits) -> Ended:
+def _watch(programs: Sequence[Program], limits: Limits, look_seconds: float) -> Ended:
     """Waits until the first program ends or any program breaks a limit."""
     first = programs[0]
-    start_by, look_at = time.monotonic() + _START_SECONDS, time.monotonic() + _LOOK_SECONDS
+    start_by, look_at = time.monotonic() + _START_SECONDS, time.monotonic() + look_seconds
     end_by: float | None = None
     over: str | None = None
     with selectors.DefaultSelector() as selector, _pidfd(first.popen.pid) as ended:
@@ -79,7 +80,7 @@ def _watch(programs: Sequence[Program], limits: Limits) -> Ended:
             for pipe, name in program.pipes:
                 selector.register(pipe, selectors.EVENT_READ, (program, name))
         while over is None:
-            ready = [key for key, _ in selector.select(_LOOK_SECONDS)]
+            ready = [key for key, _ in selector.select(look_seconds)]
             if any(key.fileobj is ended for key in ready):
                 break
             for key in ready:
@@ -94,7 +95,7 @@ def _watch(programs: Sequence[Program], limits: Limits) -> Ended:
             if now > (end_by or start_by):
                 over = "time"
             if over is None and end_by is not None and now >= look_at:  # earlier checks would measure the sandbox's own setup
-                look_at = now + _LOOK_SECONDS
+                look_at = now + look_seconds
                 over = next(filter(None, (program.broken_limit() for program in programs)), None)
     status = first.end()
     for program in programs:

@@ -90,16 +90,17 @@ def supported() -> bool:
     return platform.machine() in _MACHINES
 
 
-def filter_of(attributes: bool, pid: int | None = None) -> bytes:
+def filter_of(attributes: bool, pid: int | None = None, machine: str = platform.machine()) -> bytes:
     """The filter for one program.
 
     Args:
         attributes: whether to allow changes of file attributes. Safe only if the program sees no files but its own.
         pid: process id of the program if it shares a PID namespace with others; it may then signal only itself. None: it has its own
             namespace.
+        machine: the architecture, as `platform.machine` names it.
 
     Returns:
-        The array of struct sock_filter for this architecture.
+        The array of struct sock_filter for the architecture.
     """
     never = {**_NAMESPACES, **_KERNEL, **_OTHER_PROCESSES, **_SHARED_MEMORY, **_SOCKETS, **({} if attributes else _ATTRIBUTES)}
     rules = [
@@ -114,7 +115,7 @@ def filter_of(attributes: bool, pid: int | None = None) -> bytes:
     if pid is not None:
         own = ("kill", "tgkill", "prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
         rules += [_Rule(name, 0, _ALL_BITS, (0, pid), unless=True) for name in own]
-    return assemble(never, rules, platform.machine())
+    return assemble(never, rules, machine)
 
 
 def assemble(never: _Numbers, rules: Iterable[_Rule], machine: str) -> bytes:

@@ -57,8 +57,10 @@ class Index:
         updated: the state of the files at the last `update`. It changes whenever an update adds something; None before the first update.
     """
 
-    def __init__(self, run_dir: Path, path: Path) -> None:
-        self._run_dir, self._path = run_dir, path
+    def __init__(
+        self, run_dir: Path, path: Path, bytes_at_once: int = _BYTES_AT_ONCE, busy_seconds: float = _BUSY_SECONDS
+    ) -> None:
+        self._run_dir, self._path, self._bytes_at_once, self._busy_seconds = run_dir, path, bytes_at_once, busy_seconds
         self.updated: tuple[str, int, int, int] | None = None
 
     @contextmanager
@@ -76,7 +78,7 @@ class Index:
             advance: called with the bytes of metrics.jsonl that were added since the last call.
 
         Raises:
-            UnavailableError: another process has held the index's lock for _BUSY_SECONDS.
+            UnavailableError: another process has held the index's lock for `busy_seconds`.
             ConfigError: the index, metrics.jsonl or a sample file is damaged.
         """
         files = self._files(run_id)
@@ -136,7 +138,7 @@ class Index:
         metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
         points, events, files, size = [], [], list[str](), 0
         for start, line in lines:
-            if size >= _BYTES_AT_ONCE:
+            if size >= self._bytes_at_once:
                 end = start
                 break
             record = parsed(line, self._run_dir / "metrics.jsonl")
@@ -187,13 +189,13 @@ class Index:
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         try:
-            with closing(sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
+            with closing(sqlite3.connect(self._path, timeout=self._busy_seconds, isolation_level=None)) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt
                 yield connection
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                waited = f"another process has been writing it for {_BUSY_SECONDS:g} s"
+                waited = f"another process has been writing it for {self._busy_seconds:g} s"
                 raise UnavailableError(
                     f"the lock of the index {self._path}", waited, "Wait until it is built, then try again."
                 ) from error

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from polyreme.errors import ConfigError
 from polyreme.experience.metric_records import Line
-from polyreme.rundir.reader import axes, samples
-from polyreme.rundir.reader.downsample import Series, downsample, last_of_each
+from polyreme.rundir.reader import samples
 from polyreme.rundir.reader.index import Index, read_meta
 from polyreme.rundir.reader.samples import Sample, SampleQuery
+from polyreme.rundir.reader.series import AXES, Series, downsample, last_of_each, positions
 from polyreme.rundir.run_directory import Origin, Settings, changed_settings, no_run, read_run_file, read_settings, unused
 from polyreme.rundir.run_records import read_summary
 from polyreme.terminal.progress_bar import bar
@@ -159,9 +159,9 @@ class RunReader:
         return table[:, 0].astype(np.int64), table[:, 1]
 
     def curve(self, name: str, points: int, first: int = 0) -> Series:
-        """A metric, or one of `axes.AXES`, from the step `first` on, in at most `points` points."""
-        if name in axes.AXES:
-            steps, values = axes.positions(name, self.series)
+        """A metric, or one of `AXES`, from the step `first` on, in at most `points` points."""
+        if name in AXES:
+            steps, values = positions(name, self.series)
             return last_of_each(steps[steps >= first], values[steps >= first], points)
         return downsample(*self.series(name, first), points)
 

@@ -4,7 +4,6 @@ Invariant: after the first signal the server drains before it ends.
 """
 
 import asyncio
-import gc
 import json
 import logging
 from collections.abc import Callable
@@ -27,8 +26,8 @@ from polyreme.errors import ConfigError, DataError
 from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
-from polyreme.process.event_loop import run_service
-from polyreme.process.lifecycle import stop_event, until_set
+from polyreme.process.event_loop import run_service, stay
+from polyreme.process.lifecycle import until_set
 from polyreme.rundir.run_records import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -125,34 +124,19 @@ async def _test(words: list[str], row: int, url: str | None, model: str | None, 
 
 
 async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str | None], Endpoint], wait: float) -> None:
-    from polyreme.experience.run import Run
-    from polyreme.experience.store import connect
+    from polyreme.experience.listing import service_run
     from polyreme.isolation.privacy import refuse_inspection
     from polyreme_environment.server import hosted_by, serve_all
 
     refuse_inspection()  # memory and environment contain the run's password and token
-    client = await connect(redis)
-    try:
-        run = await Run.attach(client, run_id, wait, ended=False)
-        stop = stop_event()  # no graceful shutdown is needed before this point
-        following = run.set_when_over(stop) if run_id is None else nullcontext()
-        async with until_set(stop):
-            config = await run.config()
-            if hosted := hosted_by(config):
-                serving = serve_all(hosted, endpoint_towards(redis), run, group_size=config.group_size)
-                async with serving as lease, following:
-                    gc.freeze()  # excludes loaded modules from garbage collections
-                    logger.info("ready: gRPC at %s, HTTP at %s", lease.address, lease.http_address)
-                    try:
-                        await asyncio.Event().wait()
-                    finally:
-                        logger.info("draining")
-            elif run_id is not None:
-                raise ConfigError(f"a section `environment` in run {run.run_id}", "none", "Start no environment service for it.")
-            else:
-                # A container starts before it knows the run, and would be restarted for ever.
-                logger.info("run %s has no environment; waiting for its end", run.run_id)
-                async with following:
-                    await stop.wait()
-    finally:
-        await client.aclose()
+    async with service_run(redis, run_id, wait) as (run, stop), until_set(stop):
+        config = await run.config()
+        if hosted := hosted_by(config):
+            async with serve_all(hosted, endpoint_towards(redis), run, group_size=config.group_size) as lease:
+                await stay(lease.address, lease.http_address)
+        elif run_id is not None:
+            raise ConfigError(f"a section `environment` in run {run.run_id}", "none", "Start no environment service for it.")
+        else:
+            # A container starts before it knows the run, and would be restarted for ever.
+            logger.info("run %s has no environment; waiting for its end", run.run_id)
+            await stop.wait()

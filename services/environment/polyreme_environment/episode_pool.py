@@ -54,6 +54,7 @@ class Episode:
         """A caller that is cancelled leaves the call to its end."""
         self._calls.add(task := asyncio.create_task(self._call(method, arguments)))
         task.add_done_callback(self._calls.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
         return await asyncio.shield(task)
 
     async def _call(self, method: str, arguments: list[object]) -> Moved:

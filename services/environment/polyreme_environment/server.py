@@ -26,7 +26,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
-from polyreme_environment.agents.address import is_session_path, session_routes
+from polyreme_environment.agents.address import AllSessions, is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
 from polyreme_environment.agents.session_table import SessionTable
@@ -119,9 +119,10 @@ async def serve_all(
             stack.push_async_callback(pools[name].close)
         routes: list[Route] = []
         for pool in pools.values():
-            if isinstance(pool, OnlinePool):  # the only one of its server
-                routes = [*online_routes(pool), *session_routes(pool)]
-            elif isinstance(pool, AgentPool):
+            if isinstance(pool, OnlinePool):  # the others are of held-out sets
+                routes = [*online_routes(pool), *session_routes(AllSessions(sessions, pool))]
+                break
+            if isinstance(pool, AgentPool):
                 routes = session_routes(sessions)
         started = asyncio.Event()
         app = make_app(lambda: started.is_set() and _plays(pools), metrics, routes)

@@ -3,17 +3,18 @@
 Invariant: the check reads a user's reward but never runs it, and its work is bounded: it reads only the first rows of a long file.
 """
 
+import ast
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import islice
 
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.evaluation import PART, EvaluationSet, best_metric, without_part
-from polyreme.config.python_source import find_source
+from polyreme.config.python_source import FUNCTIONS, find_source, parse, stand_in_for
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
 from polyreme.dataset.columns import column_names, label_text, value_at
@@ -24,9 +25,8 @@ from polyreme.rundir.input_files import is_there
 from polyreme_reward.build import correctness, is_builtin, read_file
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
-from polyreme_reward.plugins.load import ENTRY_POINTS
+from polyreme_reward.plugins.load import ENTRY_POINTS, USUAL_NAMES, choose_function, no_function
 from polyreme_reward.plugins.signatures import LABEL_NAMES, adapt
-from polyreme_reward.plugins.source import stand_in
 from polyreme_reward.rules import BUILTINS, check_rule
 
 _ROWS = 20_000
@@ -184,3 +184,32 @@ def _has(fields: Mapping[str, object], need: Need, data: DataConfig) -> bool:
         return label_text(value_at(fields, data.label_key)) != ""
     except TypeError:  # the trainer's check refuses such a row
         return True
+
+
+def stand_in(code: str, where: str, name: str | None) -> Callable[..., object] | None:
+    """A function with the name and parameters of the reward function in a module's source, which is parsed and never run. It must not be called.
+
+    Args:
+        code: the module's text.
+        where: name of the module for errors.
+        name: name of the function, or None to choose it as `load` does.
+
+    Returns:
+        The function, or None when the source does not determine it, since the name is assigned, imported, decorated or a class.
+
+    Raises:
+        ConfigError: the text is not valid Python, or it does not have the function.
+    """
+    bound = parse(code, where)
+    public = [key for key, node in bound.items() if isinstance(node, FUNCTIONS) and not key.startswith("_")]
+    if name is not None:
+        if not {name, "*"} & bound.keys():
+            raise no_function(name, public, where)
+        chosen = name
+    else:
+        values = [key for key, node in bound.items() if not isinstance(node, (*FUNCTIONS, ast.Import, ast.ImportFrom))]
+        if set(USUAL_NAMES) & set(values) or (values and not public):
+            return None
+        chosen = choose_function(public, where)
+    node = bound.get(chosen)
+    return stand_in_for(node) if isinstance(node, FUNCTIONS) and not node.decorator_list else None

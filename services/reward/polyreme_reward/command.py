@@ -4,10 +4,8 @@ Invariant: after the first signal the server drains before it ends.
 """
 
 import asyncio
-import gc
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +18,7 @@ from polyreme.hub.resolve import resolve_section
 from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
-from polyreme.process.event_loop import run_service
+from polyreme.process.event_loop import run_service, stay
 from polyreme.process.lifecycle import stop_event, until_set
 
 logger = logging.getLogger(__name__)
@@ -73,42 +71,23 @@ async def _serve(
     if path is not None:
         settings = await asyncio.to_thread(resolve_section, load_reward_config(path), "reward")
         async with until_set(stop_event()), serve(settings, endpoint_towards(None)) as addresses:
-            await _stay(addresses.grpc, addresses.url)
+            await stay(addresses.grpc, addresses.url)
         return
-    from polyreme.experience.run import Run
-    from polyreme.experience.store import connect
+    from polyreme.experience.listing import service_run
 
-    client = await connect(str(redis))
-    try:
-        run = await Run.attach(client, run_id, wait, ended=False)
-        stop = stop_event()  # no graceful shutdown is needed before this point
-        following = run.set_when_over(stop) if run_id is None else nullcontext()
-        async with until_set(stop):
-            config = await run.config()
-            if config.reward is not None:
-                settings = await asyncio.to_thread(resolve_section, config.reward, "reward", config.names)
-                async with serve(settings, endpoint_towards(redis), run) as addresses, following:
-                    await _stay(addresses.grpc, addresses.url)
-            elif run_id is not None:
-                raise ConfigError(
-                    f"a section `reward` in run {run.run_id}",
-                    "none: it has an environment, or only distils a teacher",
-                    "Start no reward service for it.",
-                )
-            else:
-                # A container starts before it knows the run, and would be restarted for ever.
-                logger.info("run %s has no rewards; waiting for its end", run.run_id)
-                async with following:
-                    await stop.wait()
-    finally:
-        await client.aclose()
-
-
-async def _stay(grpc: str, url: str) -> None:
-    """Returns only when it is cancelled."""
-    gc.freeze()  # excludes loaded modules from garbage collections
-    logger.info("ready: gRPC at %s, HTTP at %s", grpc, url)
-    try:
-        await asyncio.Event().wait()
-    finally:
-        logger.info("draining")
+    async with service_run(str(redis), run_id, wait) as (run, stop), until_set(stop):
+        config = await run.config()
+        if config.reward is not None:
+            settings = await asyncio.to_thread(resolve_section, config.reward, "reward", config.names)
+            async with serve(settings, endpoint_towards(redis), run) as addresses:
+                await stay(addresses.grpc, addresses.url)
+        elif run_id is not None:
+            raise ConfigError(
+                f"a section `reward` in run {run.run_id}",
+                "none: it has an environment, or only distils a teacher",
+                "Start no reward service for it.",
+            )
+        else:
+            # A container starts before it knows the run, and would be restarted for ever.
+            logger.info("run %s has no rewards; waiting for its end", run.run_id)
+            await stop.wait()

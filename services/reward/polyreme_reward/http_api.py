@@ -130,20 +130,8 @@ def _native_wire(scorer: Scorer) -> APIRouter:
 
     @router.get("/v1/rewards", response_model=RewardList, summary="The rewards of every score")
     async def rewards() -> object:
-        return RewardList(
-            api=API_VERSION,
-            rewards=[
-                RewardDescription(
-                    name=r.name,
-                    weight=r.weight,
-                    version=r.version,
-                    description=r.description,
-                    correctness=r.correctness,
-                    reads_tokens=r.reads_tokens,
-                )
-                for r in scorer.rewards
-            ],
-        )
+        described = [RewardDescription.model_validate(reward, from_attributes=True) for reward in scorer.rewards]
+        return RewardList(api=API_VERSION, rewards=described)
 
     return router
 

@@ -217,38 +217,30 @@ class Reward(Protocol):
     @property
     def name(self) -> str:
         """Name of the reward's part of a score."""
-        ...
 
     @property
     def weight(self) -> float:
         """Weight of the reward's value in the score."""
-        ...
 
     @property
     def version(self) -> str:
         """A version that changes whenever the reward's scores may change."""
-        ...
 
     @property
     def description(self) -> str:
         """One line of description."""
-        ...
 
     @property
     def correctness(self) -> bool:
         """Whether a value is 1 for a right answer and 0 for a wrong one, so that a mean of values is an accuracy."""
-        ...
 
     @property
     def reads_tokens(self) -> bool:
         """Whether it reads an item's tokens, which clients omit if no reward does."""
-        ...
 
     @property
     def available(self) -> bool:
         """Whether the reward is known to be able to score now."""
-        ...
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Returns one outcome per item, in order. Does not raise for failures of an item or a plugin."""
-        ...

@@ -18,8 +18,6 @@ from polyreme_reward.metrics import RewardMetrics
 logger = logging.getLogger(__name__)
 
 BATCH_LIMIT = 4096
-_REMEMBERED = 1 << 16  # answers that are kept for retries
-_REMEMBERED_TOKENS = 1 << 22  # and their token rewards, of 32 bytes each
 
 
 class Part(NamedTuple):
@@ -70,6 +68,7 @@ class Scorer:
         metrics: counts all outcomes.
         choose_by: column with the name of a row's reward, or a list of names. None: all rewards score all rows.
         choices: name of a reward by value of that column. A value that is not listed is a name itself.
+        remembered, remembered_tokens: the answers that are kept for retries, and their token rewards, of 32 bytes each.
     """
 
     def __init__(
@@ -79,7 +78,10 @@ class Scorer:
         metrics: RewardMetrics,
         choose_by: str | None = None,
         choices: Mapping[str, str] | None = None,
+        remembered: int = 1 << 16,
+        remembered_tokens: int = 1 << 22,
     ) -> None:
+        self._remembered, self._remembered_tokens = remembered, remembered_tokens
         self.rewards = tuple(rewards)
         self._choose_by, self._choices = choose_by, choices or {}
         self.limit = limit
@@ -175,7 +177,7 @@ class Scorer:
                     if scored.status is Status.OK:
                         self._known[item.key] = scored
                         self._known_tokens += len(scored.token_rewards)
-            while len(self._known) > _REMEMBERED or self._known_tokens > _REMEMBERED_TOKENS:
+            while len(self._known) > self._remembered or self._known_tokens > self._remembered_tokens:
                 self._known_tokens -= len(self._known.popitem(last=False)[1].token_rewards)
             return results
         finally:

@@ -2,13 +2,18 @@
 order.
 
 Invariant: the engine starts before any thread or event loop, because it may fork; modules that start threads are imported after it.
-However the process ends, its engine's processes and its files end with it.
+However the process ends, its engine's processes and its files end with it. A live replica, or a process it forked, holds the lock of its
+temporary directory. A directory without a lock belongs to a killed replica, and the next replica of the same user on this host removes it.
 """
 
 import asyncio
+import fcntl
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
@@ -18,12 +23,12 @@ from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import exec_again, exit_on_signals
 from polyreme.process.resource_metrics import private_bytes_of_children
+from polyreme.process.temp_root import REPLICA_ROOM, temp_root
 from polyreme_rollout.devices.device_start import StartupGrant, devices_while_starting, release
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.http.model_config import config_for_model
 from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec, report_engine, report_engine_end
-from polyreme_rollout.temp_dir import replica_temp_dir
 
 
 def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_timeout: float = FIND_RUN_TIMEOUT) -> None:
@@ -133,3 +138,40 @@ def _check_ports(endpoint: Endpoint) -> None:
     for port in (endpoint.port, endpoint.http_port):
         if port:
             bind(endpoint.host, port).close()
+
+
+_PREFIX = "polyreme-rollout-"
+
+
+@contextmanager
+def replica_temp_dir(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """A directory for the block, see `temp_root`. Removes the directories of killed replicas first."""
+    root = temp_root(REPLICA_ROOM, environ)
+    _remove_abandoned(root)
+    hidden = Path(tempfile.mkdtemp(prefix="." + _PREFIX, dir=root))
+    lock = _lock(hidden)
+    directory = hidden.rename(hidden.with_name(hidden.name[1:]))  # locked before others can see its name
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(root: Path) -> None:
+    for directory in root.glob(_PREFIX + "*"):
+        with suppress(OSError):  # another user's, already removed, or in use
+            lock = _lock(directory)
+            if os.fstat(lock).st_uid == os.getuid():  # others may put any name into a shared directory
+                shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -8,9 +8,10 @@ import socket
 from dataclasses import dataclass
 
 from polyreme.config.run import RunConfig
+from polyreme.experience.listing import attached
 from polyreme.experience.metric_records import EngineEnd, EngineStart, MetricRecord
 from polyreme.experience.run import Run
-from polyreme.experience.store import connect
+from polyreme.experience.store import connected
 
 FIND_RUN_TIMEOUT = 60.0
 
@@ -33,13 +34,9 @@ class RunSpec:
 
 async def fetch_run_spec(redis_url: str, run_id: str | None, find_timeout: float = FIND_RUN_TIMEOUT) -> RunSpec:
     """Waits for the run; None: the newest unfinished one. Raises StoreError, UnavailableError, ConfigError."""
-    redis = await connect(redis_url)
-    try:
-        run = await Run.attach(redis, run_id, find_timeout, ended=False)
+    async with attached(redis_url, run_id, find_timeout, ended=False) as run:
         fingerprint = await run.model_fingerprint()
         return RunSpec(run.run_id, await run.config(), await run.model_files(), fingerprint, follows_newest=run_id is None)
-    finally:
-        await redis.aclose()
 
 
 async def report_engine(redis_url: str, run_id: str, engine: str, seconds: float | None = None) -> None:
@@ -54,8 +51,5 @@ async def report_engine_end(redis_url: str, run_id: str, freed_bytes: int) -> No
 
 
 async def _report(redis_url: str, run_id: str, record: MetricRecord) -> None:
-    redis = await connect(redis_url)
-    try:
+    async with connected(redis_url) as redis:
         await Run(redis, run_id).emit(record)
-    finally:
-        await redis.aclose()

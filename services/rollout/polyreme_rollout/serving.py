@@ -137,7 +137,7 @@ async def serve(
                     "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name
                 )
                 await _wait_for_stop(stop, engine, turns)
-            service.draining = True
+            service.drain()
             if is_wanted := turns is not None and turns.done() and not stop.is_set():
                 running.fail("the learner takes the devices: continue in the next turn")
             logger.info("draining: %d running sequences have %.0f s to end", len(running), DRAIN_TIMEOUT)

@@ -1,12 +1,12 @@
 """The trainer's check of a run or a stage before any process starts: model family, tokenizer, chat template, data.
 
 Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked when the
-run reads them.
+run reads them. A setting that does not apply to the model is an error and is never ignored.
 """
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from shutil import which
@@ -25,7 +25,6 @@ from polyreme.rundir.input_files import MODEL_FILES, is_there, read_model_files
 from polyreme_trainer.data.prompts import LabelCount, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.supervised import encode_examples, read_examples
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.memory.memory_estimate import fit_errors
@@ -37,6 +36,8 @@ _PARSED = 20_000
 """Number of rows per file whose columns are checked."""
 _ENCODED = 1_000
 """Number of rows per file that are encoded with the template and the tokenizer."""
+SILENT_ENGINES = ("vllm",)
+"""The engines of this distribution that report no routes. For any other engine, the replica checks this when it starts."""
 
 
 def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
@@ -73,9 +74,9 @@ def _stage_data(config: StageConfig, template: Template | None) -> Iterator[Iter
     yield from (_check_rows(sources, config, template) for sources in found if sources and template)
 
 
-def check_device(kind: str) -> Iterator[PolyremeError]:
-    """Yields an error when this machine has no device of the kind."""
-    if kind != "cpu" and not has_device(kind):
+def check_device(kind: str, has: Callable[[str], bool] | None = None) -> Iterator[PolyremeError]:
+    """Yields an error when this machine has no device of the kind. has: whether it has one; None: it is asked."""
+    if kind != "cpu" and not (has or has_device)(kind):
         yield AbsentError(
             f"a {kind} device on this machine (device: {kind})",
             "none",
@@ -242,3 +243,35 @@ def _check_rows(sources: tuple[DataSource, ...], config: StageConfig, template: 
     for reason, count in rows.left_out.items():
         first = "the first " if seen == _ENCODED else ""
         yield f"{count} of {first}{seen} rows in {name_of(sources)} are left out: {reason}"
+
+
+def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
+    """Yields an error for each setting that needs experts where the model has none. Raises ConfigError for a model that is unknown."""
+    arch = load_architecture(config.model.path)
+    replays = isinstance(config, RunConfig) and config.trainer.moe.replay_routes
+    if (config.trainer.moe.is_set or replays) and not arch.experts:
+        yield ConfigError("a model with experts, for trainer.moe", f"{arch.family.name}, which is dense", "Remove trainer.moe.")
+    if config.trainer.moe.bias_update_rate and arch.experts and arch.family.scores != "sigmoid":
+        yield ConfigError(
+            "a model with an expert bias, for trainer.moe.bias_update_rate",
+            f"{arch.family.name}, which has none",
+            "Remove trainer.moe.bias_update_rate; trainer.moe.aux_loss_coef balances these experts.",
+        )
+    if config.trainer.moe.bias_update_rate and config.trainer.lora is not None:
+        yield ConfigError(
+            "trainer.moe.bias_update_rate: 0 with trainer.lora, whose base model is frozen with its expert biases",
+            f"{config.trainer.moe.bias_update_rate:g}",
+            "Remove one of the two.",
+        )
+    if isinstance(config, RunConfig) and replays and config.rollout.engine in SILENT_ENGINES:
+        yield ConfigError(
+            "an engine that reports the experts that it chooses, for trainer.moe.replay_routes",
+            f"rollout.engine: {config.rollout.engine}, which does not",
+            "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
+        )
+    if isinstance(config, RunConfig) and arch.experts and (config.device, config.placement) == ("npu", "colocated"):
+        yield ConfigError(
+            "placement: separate for a model with experts on npu",
+            "placement: colocated",
+            "Use separate devices: a wake in vllm-ascend transposes the experts, and a load would not fit them.",
+        )

@@ -9,8 +9,8 @@ rollout, no reward and no Redis.
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -23,24 +23,22 @@ from polyreme.config.load import load_config, load_stage
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.display.summary import stage_lines, summary_lines
+from polyreme.experience.listing import service_run
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import connect
+from polyreme.experience.store import connected
 from polyreme.hub.resolve import resolve_names
 from polyreme.net.ports import check_free
 from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
-from polyreme.process.lifecycle import stop_event
 from polyreme.rundir.checks import check_run
 from polyreme.rundir.run_directory import make_folder, next_attempt, open_run, open_stage
 from polyreme.rundir.start import Start, prepared, start_of
 from polyreme.terminal.completion import DpoOverrides, Overrides, RewardModelOverrides, SftOverrides
 from polyreme.terminal.terminal import TerminalConsole
-from polyreme_trainer.launch.stage_process import StageSupervision
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import serve_launches
-from polyreme_trainer.observe.exporter import export
-from polyreme_trainer.stages.program import FINAL, HF
+from polyreme_trainer.orchestrator.tasks import task_group
 
 logger = logging.getLogger(__name__)
 
@@ -125,21 +123,37 @@ async def _train(
     rendezvous: RendezvousAddress,
     start: int | None,
 ) -> None:
-    redis, config = await connect(redis_url), chosen.config
-    try:
+    config = chosen.config
+    async with connected(redis_url) as redis:
         if run_id is None:
             run = await open_run(redis, config, chosen.existing, redis_url, redis_url, chosen.origin)
             for line in summary_lines(config, [*chosen.notices, *filter(None, [exposure(redis_url)])]):
                 logger.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)
-        async with export(run, config, *http) as port:
-            if port is not None:
-                logger.info("serving metrics on port %d", port)
-            process_sets = trainer_processes(config, run.run_id, redis_url, log_dir, rendezvous=rendezvous)
-            await Trainer(config, run, process_sets).run()
-    finally:
-        await redis.aclose()
+        process_sets = trainer_processes(config, run.run_id, redis_url, log_dir, rendezvous=rendezvous)
+        async with task_group() as group:
+            training = group.create_task(Trainer(config, run, process_sets).run())
+            serving = group.create_task(_serve_metrics(run, config, *http))
+            await training
+            serving.cancel()
+
+
+async def _serve_metrics(run: Run, config: RunConfig, host: str, port: int | None) -> None:
+    """Serves the HTTP port until it is cancelled; returns at once without a port."""
+    if port is None:
+        return
+    export = await asyncio.to_thread(_exporter)  # the run's processes start meanwhile
+    async with export(run, config, host, port) as bound:
+        logger.info("serving metrics on port %d", bound)
+        await asyncio.Event().wait()
+
+
+def _exporter() -> Callable[[Run, RunConfig, str, int | None], AbstractAsyncContextManager[int | None]]:
+    """`export`, whose module imports a web server."""
+    from polyreme_trainer.observe.exporter import export
+
+    return export
 
 
 def learner(
@@ -154,15 +168,9 @@ def learner(
 
 
 async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> None:
-    redis = await connect(redis_url)
-    try:
-        run = await Run.attach(redis, run_id, wait, ended=False)
-        stop = stop_event()  # no graceful shutdown is needed before this point
-        async with run.set_when_over(stop) if run_id is None else nullcontext():
-            await serve_launches(run, await run.config(), redis_url, node, stop)
+    async with service_run(redis_url, run_id, wait) as (run, stop):
+        await serve_launches(run, await run.config(), redis_url, node, stop)
         await run.check()  # raises the reason when the run failed
-    finally:
-        await redis.aclose()
 
 
 def sft(
@@ -214,6 +222,8 @@ def run_stage(stage: str, path: Path, overrides: Sequence[str], resume: bool, fo
 
 
 async def _run_stage(start: Start[StageConfig], console: Console) -> None:
+    from polyreme_trainer.launch.stage_process import StageSupervision  # what only a stage needs delays no run
+
     config, run_id = start.config, open_stage(start.config, start.existing, start.origin).run_id
     if start.origin:
         console.print(f"forked from    {start.origin.run_id} at step {start.origin.iteration}", soft_wrap=True)
@@ -229,6 +239,8 @@ async def _run_stage(start: Start[StageConfig], console: Console) -> None:
 
 def next_lines(config: StageConfig) -> list[str]:
     """The commands that a user needs after a stage."""
+    from polyreme_trainer.stages.program import FINAL, HF
+
     result = config.run_dir / HF / FINAL
     if config.stage == "reward-model":
         use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"

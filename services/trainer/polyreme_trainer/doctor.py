@@ -118,12 +118,14 @@ def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
     return Verdict("missing", "collectives", f"{found}: {failure}", advice)
 
 
-def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, Any]], str | None]:
+def _children(
+    arguments: Sequence[str], ranks: int = 1, module: str = _MODULE, seconds: float = SECONDS
+) -> tuple[list[dict[str, Any]], str | None]:
     """Runs `ranks` processes of the self-test. Returns their answers, and the reason why one failed (None when none failed)."""
     shared = {**os.environ, **local_rendezvous(), "WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", _MODULE, *arguments],
+            [sys.executable, "-m", module, *arguments],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -132,9 +134,9 @@ def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, 
         for rank in range(ranks)
     ]
     try:
-        outputs = [child.communicate(timeout=SECONDS) for child in children]
+        outputs = [child.communicate(timeout=seconds) for child in children]
     except subprocess.TimeoutExpired:
-        return [], f"no answer within {SECONDS:g} s"
+        return [], f"no answer within {seconds:g} s"
     finally:
         for child in children:
             with child:  # closes its pipes, and waits for its end

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_rows import METRICS
 from playwright.sync_api import expect
 
-from polyreme_trainer.observe.registry import METRICS
 from support.run_page import CHROMIUM, NO_CHROMIUM, ready, saved_file, saved_rows
 
 pytestmark = [

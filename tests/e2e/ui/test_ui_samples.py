@@ -68,7 +68,8 @@ def test_the_keyboard_walks_through_samples(address: str, open_page: Any, runs: 
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Enter")  # its button has the focus
+    expect(page.get_by_role("dialog").get_by_role("button")).to_be_focused()
+    page.keyboard.press("Enter")
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.experience.seal import SEAL
 from polyreme.net.redis_url import PASSWORD
+from polyreme.net.seal import SEAL
 from polyreme.rundir.run_directory import read_run_file
 from polyreme.rundir.run_records import read_summary
 from support.commands import Fork, fork, piped, polyreme
@@ -47,9 +47,12 @@ if role == "train":
         time.sleep(0.02)
     (folder / "saved").touch()
     state("stopped" if asked else "done")
+    while (folder / "waits").exists() and not (folder / "reward-ended").exists():
+        time.sleep(0.02)
 else:
     while not asked:
         time.sleep(0.02)
+    (folder / (role + "-ended")).touch()
 """
 
 
@@ -97,6 +100,19 @@ def test_a_run_continues_after_its_reader_has_gone(config_file: Path, live: bool
             (config_file.parent / "trained").touch()
         assert process.wait(300) == 0
     assert (config_file.parent / "saved").exists()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_servers_end_while_the_trainer_does(config_file: Path, stopped: bool) -> None:
+    """The trainer's last records need no server. This trainer waits for the end of one."""
+    (config_file.parent / "waits").touch()
+    with up(config_file) as process:
+        until(process, "running")
+        if stopped:
+            process.send_signal(signal.SIGINT)
+        else:
+            (config_file.parent / "trained").touch()
+        assert process.wait(300) == 0
 
 
 def test_a_server_that_ends_during_the_run_is_restarted(config_file: Path) -> None:

@@ -26,15 +26,15 @@ async def test_a_lease_lives_as_long_as_its_block(run: Run) -> None:
     assert await registry.leases("rollout") == []
 
 
-async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
-    registry = Registry(run)
+async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run, redis_server: EmbeddedServer) -> None:
+    registry, operator = Registry(run), await connect(redis_server.url)
     await registry.register(lease("dead"), ttl=0.3)  # registered, and never renewed
-    lives = await run.redis.pttl(run.key("lease:rollout:dead"))
+    lives = await operator.pttl(run.key("lease:rollout:dead"))
 
     async def renewed() -> bool:
         """Whether its remaining lifetime has grown since the last call."""
         nonlocal lives
-        before, lives = lives, await run.redis.pttl(run.key("lease:rollout:alive"))
+        before, lives = lives, await operator.pttl(run.key("lease:rollout:alive"))
         return bool(before < lives)
 
     async def alone() -> bool:
@@ -44,6 +44,7 @@ async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
         assert await renewed()  # its ttl is longer
         await until(renewed)
         await until(alone)
+    await operator.aclose()
     assert await run.redis.smembers(run.key("leases:rollout")) == set()
 
 

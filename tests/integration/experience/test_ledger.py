@@ -10,9 +10,19 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import StaleTermError, StoreError
-from polyreme.experience.ledger import Admission, ExperienceLog, Plan, StaleAttemptError, TransitionError, Unplanned, Writer
+from polyreme.experience.ledger import (
+    Admission,
+    ExperienceLog,
+    PartialRolloutPart,
+    Plan,
+    StaleAttemptError,
+    TransitionError,
+    Unplanned,
+    Writer,
+)
 from polyreme.experience.run import Run, RunState
-from support.configs import run_config
+from polyreme.experience.shard import Shard
+from support.configs import run_config, trainer
 
 Pair = tuple[ExperienceLog, ExperienceLog]
 Opener = Callable[..., Awaitable[Pair]]
@@ -23,8 +33,9 @@ def opened(redis: Redis, run_id: str, tmp_path: Path) -> Opener:
     """Creates a run with the given limits and both roles taken, which has begun at version 0."""
 
     async def make(**limits: Any) -> Pair:
-        run = await Run.create(redis, run_id, run_config(tmp_path, **limits), {})
-        orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
+        config = run_config(tmp_path, **limits)
+        run = await Run.create(redis, run_id, config, {})
+        orchestrator, learner = ExperienceLog(run, shard=Shard(0, config.trainer.orchestrators)), ExperienceLog(run)
         await orchestrator.take(Writer.ORCHESTRATOR)
         await learner.take(Writer.LEARNER)
         await learner.begin(0)
@@ -392,3 +403,55 @@ async def test_concurrent_admissions_are_all_different(opened: Opener) -> None:
     orchestrator, _ = await opened(groups_per_iteration=20)
     found = await asyncio.gather(*(orchestrator.admit(most) for most in (1, 2, 3) * 6))
     assert sorted(admission.index for some in found for admission in some) == list(range(20))
+
+
+async def test_an_orchestrator_changes_its_own_groups_alone(opened: Opener) -> None:
+    leader, learner = await opened(groups_per_iteration=3, trainer=trainer(orchestrators=3))
+    first, second = (ExperienceLog(leader.run, shard=Shard(number, 3)) for number in (1, 2))
+    for log in (first, second):
+        await log.take(Writer.ORCHESTRATOR)
+    admissions = await leader.admit(3)
+    for group, owner in zip(admissions, (leader, first, second), strict=True):
+        assert await leader.in_flight(owner.shard) == [group]
+        for other in {leader, first, second} - {owner}:
+            part = PartialRolloutPart(group.index, 1, 0, b"part")
+            for change in (
+                other.append(group.index, 1, b"payload", 0, 0.5),
+                other.drop(group.index, 1, "equal scores", 0.5),
+                other.readmit(group.index, 1, "failed", 2),
+                other.save_partial_rollouts([part]),
+            ):
+                with pytest.raises(StaleTermError):
+                    await change
+        await append(owner, group)
+    for follower in (first, second):
+        with pytest.raises(StaleTermError):
+            await follower.admit()
+        with pytest.raises(StaleTermError):
+            await follower.set_evaluated(1)
+    assert await learner.plan(1, 60) == Plan(1, (0, 1, 2))
+
+
+async def test_groups_of_a_new_orchestrator_are_stragglers_later_than_the_others(opened: Opener) -> None:
+    leader, learner = await opened(groups_per_iteration=2, trainer=trainer(orchestrators=2))
+    follower = ExperienceLog(leader.run, shard=Shard(1, 2))
+    await leader.admit(2)
+    await asyncio.sleep(2.1)
+    await follower.take(Writer.ORCHESTRATOR)
+    assert await learner.plan(1, 2.0) is None
+    assert {(a.index, a.attempt) for a in await leader.in_flight()} == {(0, 2), (1, 1)}
+    await leader.run.redis.hset(leader.run.key("meta"), "orchestrator-1_since", 1000)
+    assert await learner.plan(1, 2.0) is None
+    assert (await leader.in_flight(follower.shard))[0].attempt == 2
+
+
+async def test_orchestrators_see_what_the_others_have_paused(opened: Opener) -> None:
+    leader, _ = await opened(groups_per_iteration=4, trainer=trainer(orchestrators=2))
+    follower = ExperienceLog(leader.run, shard=Shard(1, 2))
+    await follower.take(Writer.ORCHESTRATOR)
+    await leader.admit(4)
+    await leader.set_paused({0, 1})
+    await follower.set_paused({2, 3})
+    assert (await leader.unplanned()).paused == {0, 3}
+    await follower.take(Writer.ORCHESTRATOR)
+    assert (await leader.unplanned()).paused == {0}

@@ -26,8 +26,9 @@ from polyreme.experience.ledger import (
 from polyreme.experience.pass_rates import PassRate, Tally
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts
+from polyreme.experience.shard import Shard
 from polyreme.experience.store import connect
-from support.configs import run_config
+from support.configs import run_config, trainer
 from support.log_model import Illegal, LogModel, Stale
 
 FOREVER, AT_ONCE = 1e6, 0.0
@@ -74,42 +75,58 @@ class LogMachine(RuleBasedStateMachine):
         staleness=st.integers(0, 3),
         attempts=st.integers(1, 3),
         base=st.sampled_from([0, 0, 7]),
+        shards=st.sampled_from([1, 1, 3]),
         bad_network=st.booleans(),
     )
-    def start(self, size: int, staleness: int, attempts: int, base: int, bad_network: bool) -> None:
+    def start(self, size: int, staleness: int, attempts: int, base: int, shards: int, bad_network: bool) -> None:
         limits = {"groups_per_iteration": size, "max_staleness": staleness, "max_attempts": attempts, "iterations": base + 12}
-        self.run = self.do(Run.create(self.redis, f"model-{uuid4().hex}", run_config(Path("/nowhere"), **limits), {}))
+        config = run_config(Path("/nowhere"), **limits, trainer=trainer(orchestrators=shards))
+        self.run = self.do(Run.create(self.redis, f"model-{uuid4().hex}", config, {}))
         self.run.scripts = self.scripts = LosingAnswers(self.redis, self.run.run_id)
         self.scripts.bad_network = bad_network
         self.model = LogModel(size, staleness, attempts, base + 12)
         self.checkpoint = base
         self.inherited = {"p0": PassRate(9, 3, -2), "parent": PassRate(4, 4, 4)} if base else {}
-        self.orchestrator = self.learner = None
-        self.orchestrator_dies()
+        self.learner = None
+        self.orchestrators: dict[int, ExperienceLog] = {}
+        self.shards = shards
+        for number in range(shards):
+            self.an_orchestrator_dies(number)
         self.learner_dies()
 
     @rule(bad=st.booleans())
     def the_network_changes(self, bad: bool) -> None:
         self.scripts.bad_network = bad
 
-    # -- the orchestrator
+    # -- the orchestrators
 
-    @rule()
-    def orchestrator_dies(self) -> None:
-        if self.orchestrator is not None:
-            self.zombies[Writer.ORCHESTRATOR].append(self.orchestrator)
-        self.orchestrator = ExperienceLog(self.run)
-        self.do(self.orchestrator.take(Writer.ORCHESTRATOR))
-        self.model.paused.clear()
-        flying = {(a.index, a.attempt, a.version) for a in self.do(self.orchestrator.in_flight())}
-        groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
+    @property
+    def leader(self) -> ExperienceLog:
+        return self.orchestrators[0]
+
+    def maker(self, index: int) -> ExperienceLog:
+        """The orchestrator that makes a group."""
+        return self.orchestrators[index % self.shards]
+
+    @rule(number=st.integers(0, 2))
+    def an_orchestrator_dies(self, number: int) -> None:
+        shard = Shard(number % self.shards, self.shards)
+        if shard.number in self.orchestrators:
+            self.zombies[Writer.ORCHESTRATOR].append(self.orchestrators[shard.number])
+        log = self.orchestrators[shard.number] = ExperienceLog(self.run, shard=shard)
+        self.do(log.take(Writer.ORCHESTRATOR))
+        self.model.set_paused(set(), shard)
+        flying = {(a.index, a.attempt, a.version) for a in self.do(log.in_flight(shard))}
+        groups = [(index, self.model.groups[index]) for index in self.model.those("admitted") if shard.owns(index)]
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
-        assert self.do(self.orchestrator.partial_rollouts([Admission(*words) for words in flying])) == self.model.drafts
+        drafts = {index: parts for index, parts in self.model.drafts.items() if shard.owns(index)}
+        assert self.do(log.partial_rollouts([Admission(*words) for words in flying])) == drafts
+        assert self.do(log.next_index()) == len(self.model.groups)
 
     @rule(most=st.integers(1, 12))
     def admit(self, most: int) -> None:
         async def real() -> list[tuple[int, int, int]]:
-            return [(a.index, a.attempt, a.version) for a in await self.orchestrator.admit(most)]
+            return [(a.index, a.attempt, a.version) for a in await self.leader.admit(most)]
 
         self.both(real, lambda: self.model.admit(most))
 
@@ -136,7 +153,7 @@ class LogMachine(RuleBasedStateMachine):
             added = self.model.append(index, attempt, oldest, tally and astuple(tally))
             return added and not self.scripts.bad_network  # a repeated append finds an existing group
 
-        self.both(lambda: self.orchestrator.append(index, attempt, b"group %d" % index, oldest, 0.5, tally), model)
+        self.both(lambda: self.maker(index).append(index, attempt, b"group %d" % index, oldest, 0.5, tally), model)
 
     def drop_one(self, index: int, attempt: int, scored: bool) -> None:
         tally = self.tally(index) if scored else None
@@ -146,13 +163,13 @@ class LogMachine(RuleBasedStateMachine):
             return dropped and not self.scripts.bad_network
 
         if scored:
-            self.both(lambda: self.orchestrator.drop(index, attempt, "all scores are equal", 1.0, tally), model)
+            self.both(lambda: self.maker(index).drop(index, attempt, "all scores are equal", 1.0, tally), model)
         else:
-            self.both(lambda: self.orchestrator.skip(index, attempt, "never solved"), model)
+            self.both(lambda: self.maker(index).skip(index, attempt, "never solved"), model)
 
     def fail_one(self, index: int, attempt: int) -> None:
         async def real() -> tuple[int, int, int] | None:
-            admission = await self.orchestrator.readmit(index, attempt, "the replica died", self.model.max_attempts)
+            admission = await self.maker(index).readmit(index, attempt, "the replica died", self.model.max_attempts)
             return admission and (admission.index, admission.attempt, admission.version)
 
         self.both(real, lambda: self.model.readmit(index, attempt))
@@ -174,14 +191,16 @@ class LogMachine(RuleBasedStateMachine):
         number = max(0, len(self.model.drafts.get(index, [])) + ahead)
         part = b"%d" % size
         self.both(
-            lambda: self.orchestrator.save_partial_rollouts([PartialRolloutPart(index, attempt, number, part)]),
+            lambda: self.maker(index).save_partial_rollouts([PartialRolloutPart(index, attempt, number, part)]),
             lambda: self.model.draft(index, attempt, number, part),
         )
 
-    @rule(data=st.data())
-    def groups_pause(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), number=st.integers(0, 2))
+    def groups_pause(self, data: st.DataObject, number: int) -> None:
         paused = data.draw(st.sets(st.integers(0, len(self.model.groups))))
-        self.both(lambda: self.orchestrator.set_paused(paused), lambda: self.model.set_paused(paused))
+        log = self.orchestrators[number % self.shards]
+        self.both(lambda: log.set_paused(paused), lambda: self.model.set_paused(paused, log.shard))
+        assert self.do(log.unplanned()).paused == (self.model.paused if self.shards > 1 else set())
 
     @rule(newest_first=st.booleans(), leave=st.integers(0, 2))
     def most_groups_end(self, newest_first: bool, leave: int) -> None:
@@ -247,7 +266,7 @@ class LogMachine(RuleBasedStateMachine):
             version = model.released + by if by < 0 else model.planned + by
             self.both(lambda: self.learner.begin(version), lambda: model.begin(version))
 
-    # -- replaced processes
+    # -- processes that must not write
 
     @precondition(lambda self: any(self.zombies.values()))
     @rule(data=st.data())
@@ -311,7 +330,7 @@ class LogMachine(RuleBasedStateMachine):
             unbroken = own.streak and abs(own.streak) == own.samples and (own.streak < 0) == (before.streak < 0)
             streak = own.streak + before.streak if unbroken or not groups else own.streak
             expected[prompt] = PassRate(before.samples + own.samples, before.solved + own.solved, streak)
-        assert self.do(self.orchestrator.pass_rates()) == expected
+        assert self.do(self.leader.pass_rates()) == expected
 
     def teardown(self) -> None:
         """A healthy orchestrator and learner continue to the end of the run: no wait lasts forever, and every group is settled."""

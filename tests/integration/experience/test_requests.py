@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.experience import requests
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 
 
@@ -33,8 +32,8 @@ async def test_a_models_requests_have_no_gap(log: RequestLog) -> None:
     assert await log.submit(in_lane("other", 0), b"") == "new"
 
 
-async def test_an_old_request_is_never_executed_again(log: RequestLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "RESULT_SECONDS", 0.001)
+async def test_an_old_request_is_never_executed_again(log: RequestLog) -> None:
+    log.limits.result_seconds = 0.001
     place = in_lane("m", 0)
     await log.submit(place, b"")
     await log.finish(place, b"")
@@ -54,9 +53,8 @@ async def test_kept_requests_stay_until_a_saved_state_has_them(log: RequestLog) 
     assert await log.payload(places[3]) == b"3"
 
 
-async def test_a_full_log_takes_no_request(log: RequestLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_OPEN", 2)
-    monkeypatch.setattr(requests, "MAX_LANE_BYTES", 10)
+async def test_a_full_log_takes_no_request(log: RequestLog) -> None:
+    log.limits.open, log.limits.lane_bytes = 2, 10
     assert await log.submit(in_lane("m", 0), b"x" * 11) == "new"
     assert await log.submit(in_lane("m", 1), b"") == "full"
     await log.finish(in_lane("m", 0), b"")

@@ -32,10 +32,9 @@ async def test_the_newest_run_is_found_without_an_id(redis: Redis, run: Run) -> 
     assert (await Run.attach(redis, None, 0)).run_id == run.run_id
 
 
-async def test_a_server_of_the_newest_run_leaves_it_when_it_is_over(redis: Redis, run: Run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("polyreme.experience.run.OVER_SECONDS", 0.02)
+async def test_a_server_of_the_newest_run_leaves_it_when_it_is_over(redis: Redis, run: Run, tmp_path) -> None:
     over = asyncio.Event()
-    async with run.set_when_over(over):
+    async with run.set_when_over(over, 0.02):
         await asyncio.sleep(0.1)  # for some looks
         assert not over.is_set()
         await run.set_state(RunState.DONE)

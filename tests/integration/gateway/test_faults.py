@@ -11,8 +11,6 @@ from starlette.types import Send
 from polyreme.errors import StoreError
 from polyreme.experience.leases import Registry
 from polyreme.experience.run import Run
-from polyreme.gateway import forward
-from polyreme.gateway import replicas as gateway_replicas
 from support.gateways import Answer, gateway, reply_with, scripted_replica, shows, stream_of
 from support.waiting import until
 
@@ -45,12 +43,11 @@ async def test_a_request_goes_on_elsewhere_while_nothing_was_sent(run: Run, fail
         assert "polyreme_gateway_retries_total 1.0" in (await http.get("/metrics")).text
 
 
-async def test_a_replica_that_has_just_lost_its_version_costs_one_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # only the request itself detects it
+async def test_a_replica_that_has_just_lost_its_version_costs_one_attempt(run: Run) -> None:
     async with (
         scripted_replica(run, "good", reply_with(BODY), version=3, load=9) as good,
         scripted_replica(run, "moved", reply_with(BODY), version=3) as moved,
-        gateway(run) as http,
+        gateway(run, poll_interval=3600.0) as http,  # only the request itself detects it
     ):
         moved.report(None)
         reply = await http.post("/v1/completions", json={"prompt": "a"})
@@ -73,12 +70,11 @@ async def stalls(body: bytes, send: Send) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_request_goes_on_elsewhere_when_its_replica_has_vanished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "LEAVE_TIMEOUT", 0.0)
+async def test_a_request_goes_on_elsewhere_when_its_replica_has_vanished(run: Run) -> None:
     async with (
         scripted_replica(run, "vanished", stalls, version=3) as vanished,
         scripted_replica(run, "good", reply_with(BODY), version=3, load=9) as good,
-        gateway(run) as http,
+        gateway(run, leave=0.0) as http,
     ):
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
         await asyncio.wait_for(vanished.asked.wait(), 300)
@@ -88,14 +84,11 @@ async def test_a_request_goes_on_elsewhere_when_its_replica_has_vanished(run: Ru
 
 
 @pytest.mark.parametrize("drains", [False, True])
-async def test_a_stream_outlasts_the_lease_while_its_replica_may_drain(
-    run: Run, monkeypatch: pytest.MonkeyPatch, drains: bool
-) -> None:
-    monkeypatch.setattr(gateway_replicas, "LEAVE_TIMEOUT", 3600.0 if drains else 0.0)
+async def test_a_stream_outlasts_the_lease_while_its_replica_may_drain(run: Run, drains: bool) -> None:
     go_on = asyncio.Event()
     async with (
         scripted_replica(run, "a", stream_of(EVENT, EVENT, DONE, go_on=go_on), version=3) as replica,
-        gateway(run) as http,
+        gateway(run, leave=3600.0 if drains else 0.0) as http,
         http.stream("POST", "/v1/completions", json=STREAM) as reply,
     ):
         await replica.lease.aclose()
@@ -129,10 +122,10 @@ async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) 
         await until(lambda: shows(http, "polyreme_gateway_broken_streams_total 1.0"))
 
 
-async def test_a_version_that_was_asked_for_is_not_replaced_by_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_version_that_was_asked_for_is_not_replaced_by_another(run: Run) -> None:
     base = (await run.config()).name
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not notice the swap
-    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+    unaware = gateway(run, poll_interval=3600.0)  # it does not notice the swap
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, unaware as http:
         replica.report(4)
         refused = await http.post("/v1/completions", json={"prompt": "a", "model": f"{base}@3"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_answer")
@@ -197,11 +190,7 @@ async def test_a_stream_ends_at_its_deadline(run: Run) -> None:
         assert b'"code": "timeout"' in content
 
 
-async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_deadline(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forward, "LAST_WORD_TIMEOUT", 0.05)
-
+async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_deadline(run: Run) -> None:
     async def endless(body: bytes, send: Send) -> None:
         event = b": %b\n\n" % (b"x" * (1 << 20))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
@@ -212,7 +201,7 @@ async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_de
     async def ended() -> bool:
         return "polyreme_gateway_requests_total{" in (await http.get("/metrics")).text
 
-    async with scripted_replica(run, "a", endless, version=3), gateway(run, seconds=1.0) as http:
+    async with scripted_replica(run, "a", endless, version=3), gateway(run, seconds=1.0, last_word=0.05) as http:
         _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port, limit=1)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}")
         await until(ended)

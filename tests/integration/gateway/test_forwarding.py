@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from polyreme.experience.run import Run
-from polyreme.gateway import replicas as gateway_replicas
 from support.gateways import gateway, reply_with, scripted_replica, shows, stream_of
 from support.waiting import until
 
@@ -84,15 +83,14 @@ async def test_the_version_of_a_header_takes_part_in_the_choice(run: Run) -> Non
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, by_name: bool) -> None:
     wanted = completion(f"{(await run.config()).name}@3" if by_name else None)
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not notice the swaps
     async with AsyncExitStack() as replicas:
         moved = [
             await replicas.enter_async_context(scripted_replica(run, f"a{i}", reply_with(BODY), version=3)) for i in range(4)
         ]
         last = await replicas.enter_async_context(scripted_replica(run, "b", reply_with(BODY), version=3, load=99))
-        http = await replicas.enter_async_context(gateway(run))
+        http = await replicas.enter_async_context(gateway(run, poll_interval=3600.0))  # it does not notice the swaps
         for each in moved:
             each.report(4)
         reply = await http.post("/v1/completions", json=wanted, headers={} if by_name else {"polyreme-exact-policy-version": "3"})
@@ -259,9 +257,9 @@ async def test_an_error_of_the_gateway_has_the_format_too(run: Run, monkeypatch:
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
 
 
-async def test_a_body_beyond_the_limit_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme.net.http_server.BODY_LIMIT", 100)
-    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+async def test_a_body_beyond_the_limit_is_refused(run: Run) -> None:
+    small = gateway(run, body_bytes=100)
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, small as http:
         refused = await http.post("/v1/completions", content=b"x" * 101)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
         assert replica.bodies == []

@@ -55,6 +55,21 @@ async def serve():
 
 run_service(serve())
 """
+STARTS = """
+import time
+from polyreme.process import lifecycle
+
+def wait():
+    while True:  # a signal that comes just before a sleep is handled after it
+        time.sleep(0.05)
+
+class Busy:
+    def __del__(self):
+        wait()
+
+lifecycle.exit_at_once_on_sigterm()
+print("up", flush=True)
+"""
 LOSES_EXIT = """
 import time
 from polyreme.process import lifecycle
@@ -64,7 +79,8 @@ lifecycle.EXIT_SECONDS = 1
 class Waits:
     def __del__(self):
         print("up", flush=True)
-        time.sleep(600)
+        while True:  # a signal that comes just before a sleep is handled after it
+            time.sleep(0.05)
 
 lifecycle.exit_on_signals()
 Waits()
@@ -89,6 +105,20 @@ def is_pending(pid: int, number: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
     return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+@pytest.mark.parametrize("after", ["wait()", "Busy()"], ids=["in a call", "where an exception is lost"])
+def test_a_server_that_starts_ends_well_at_once(after: str) -> None:
+    script = STARTS + after
+    service = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "up\n"
+        service.send_signal(TERM)
+        assert service.wait(300) == 0
+    finally:
+        service.kill()
+        service.communicate()
 
 
 @pytest.mark.parametrize("numbers", [(INT, INT), (TERM, TERM), (INT, TERM)])
@@ -211,6 +241,18 @@ async def test_a_block_is_left_when_its_event_is_set(before: bool) -> None:
     assert tidied == [1]
     task = asyncio.current_task()
     assert task is not None and not task.cancelling()
+
+
+async def test_a_block_has_its_grace_after_the_event() -> None:
+    event, done = asyncio.Event(), []
+    event.set()
+    async with until_set(event, grace=300):
+        for _ in range(4):
+            await asyncio.sleep(0)
+        done.append(1)
+    assert done == [1]
+    async with asyncio.timeout(300), until_set(event, grace=0.01):
+        await asyncio.Event().wait()
 
 
 async def test_an_event_that_is_set_as_its_block_ends_changes_nothing() -> None:

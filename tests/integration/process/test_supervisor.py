@@ -20,7 +20,9 @@ from support.waiting import until, wait_until
 pytestmark = pytest.mark.timeout(600)  # processes that supervision must end sleep for longer
 
 
-def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> ProcessSet:
+def unit(
+    folder: Path, *scripts: str, name: str = "work", serves: bool = False, kind: type[ProcessSet] = ProcessSet
+) -> ProcessSet:
     """A set of one Python process per script; `note(text)` in a script appends a line to notes.txt."""
     # The file is closed in the open: an exception that a signal raises while a collected file closes itself is lost without a word.
     path = str(folder / "notes.txt")
@@ -31,7 +33,7 @@ def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) 
             ProcessSpec(f"{name}-{place}", (sys.executable, "-S", "-c", prelude + script)) for place, script in enumerate(scripts)
         ]
 
-    return ProcessSet(name, programs, folder, serves)
+    return kind(name, programs, folder, serves)
 
 
 def notes(folder: Path) -> list[str]:
@@ -58,10 +60,9 @@ async def test_a_server_that_ends_unasked_is_started_again(tmp_path: Path) -> No
     assert notes(tmp_path).count("drained") == 3
 
 
-async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme.process.supervisor.WELL_SECONDS", 0.0)
+async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path) -> None:
     script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 6 else 1)"
-    await Supervisor([unit(tmp_path, script)], max_restarts=1, first_backoff=0.01).run()
+    await Supervisor([unit(tmp_path, script)], max_restarts=1, first_backoff=0.01, well_seconds=0.0).run()
     assert notes(tmp_path) == ["start"] * 6
 
 
@@ -110,11 +111,15 @@ def test_a_process_that_the_kernel_kills_for_memory_at_every_start_is_given_up(t
     assert first in error and "as at the 2 starts before" in error and "Allow more memory" in error
 
 
-async def test_an_end_for_memory_between_others_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_for_memory_between_others_is_restarted(tmp_path: Path) -> None:
     lacks = iter(["", "lack", "lack", "", "lack", "lack", ""])
-    monkeypatch.setattr("polyreme.process.supervisor.killed_for_memory_since", lambda _: next(lacks))
+
+    class Lacking(ProcessSet):
+        def lacked_memory(self) -> str:
+            return next(lacks)
+
     script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 8 else 1)"
-    await Supervisor([unit(tmp_path, script)], max_restarts=10, first_backoff=0.01).run()
+    await Supervisor([unit(tmp_path, script, kind=Lacking)], max_restarts=10, first_backoff=0.01).run()
     assert notes(tmp_path) == ["start"] * 8
 
 
@@ -210,7 +215,7 @@ async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
 
 
 async def test_stop_terminates_gently_and_kills_what_does_not_listen(tmp_path: Path) -> None:
-    listens = "signal.signal(signal.SIGTERM, lambda *_: (note('saved'), sys.exit(0))); note('up'); time.sleep(3600)"
+    listens = "signal.signal(signal.SIGTERM, lambda *_: (note('saved'), sys.exit(0))); note('up')\nwhile True: time.sleep(0.02)"
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('up'); time.sleep(3600)"
     supervisor = Supervisor([unit(tmp_path, listens, name="a"), unit(tmp_path, deaf, name="b")], max_restarts=3)
     task = asyncio.create_task(supervisor.run())

@@ -13,7 +13,6 @@ from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts, StaleGrantError
 from polyreme.net import rpc
-from polyreme_rollout.devices import device_turns
 from polyreme_rollout.devices.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import Slept
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
@@ -89,7 +88,7 @@ async def shared(run: Run) -> AsyncIterator[Shared]:
         starting = simulated_replica(run, "r", engine_type=SteppedEngine, may_use_devices=lambda: lease.usable)
         replica = await stack.enter_async_context(starting)
         both = Shared(replica, await stack.enter_async_context(idle_learner(run, [replica])), run, lease)
-        turns = ReplicaTurns(lease, replica.engine, replica.swapper, replica.running, replica.metrics)
+        turns = ReplicaTurns(lease, replica.engine, replica.swapper, replica.running, replica.metrics, retry_seconds=0.01)
         task = asyncio.create_task(turns.take_turns())
         try:
             yield both
@@ -178,8 +177,7 @@ class Outage(Scripts):
         return await super().call(name, *arguments, **keys)
 
 
-async def test_a_replica_outlives_an_outage_of_redis_between_two_turns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "RETRY_SECONDS", 0.01)
+async def test_a_replica_outlives_an_outage_of_redis_between_two_turns(run: Run) -> None:
     async with shared(run) as both:
         both.generate._run.scripts = outage = Outage(run.redis, run.run_id)  # before its first claim, so that both are lost
         await both.train.acquire(DEADLINE)

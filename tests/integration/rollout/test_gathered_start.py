@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyreme_rollout.engine.gathered_start import LONGEST_WAIT_SECONDS, QUIET_SECONDS
+from polyreme_rollout.engine.scheduler import LONGEST_WAIT_SECONDS, QUIET_SECONDS
 from support.models import tiny_model
 from support.vllm_scheduler import ROOMY, start_scheduler
 

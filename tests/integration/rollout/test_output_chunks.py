@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import CHUNK_TOKENS
+from polyreme_rollout.engine.scheduler import IN_CHUNKS
 from support.models import tiny_model
 from support.vllm_scheduler import ROOMY, TIGHT, Engine, start_scheduler
 

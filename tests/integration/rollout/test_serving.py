@@ -35,9 +35,8 @@ async def test_a_colocated_replica_that_waits_for_the_devices_heeds_a_stop(
 
 
 async def test_a_dead_engine_ends_the_replica_with_a_restartable_code(
-    redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(serving, "ENGINE_CHECK_INTERVAL", 0.02)
     config = config_tree(tmp_path, ROWS)
     registry = Registry(await make_run(redis, run_id, config))
     engine = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB)

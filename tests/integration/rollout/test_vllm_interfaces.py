@@ -17,7 +17,7 @@ ENGINE = Path(__file__).resolve().parents[3] / "services/rollout/polyreme_rollou
 ASLEEP = {"sleep": ("level", "mode"), "wake_up": ("tags",)}
 """The calls of vLLM by the engine, with their keywords."""
 LIMITS = {"max_num_running_reqs", "max_num_active_reqs"}
-"""The limits of running requests that `reserved_slot` and `gathered_start` set."""
+"""The limits of running requests that the extensions of the scheduler set."""
 MODELS_WITH_EXPERTS = tuple(name for name in known_families() if find_family(name).expert)
 
 

@@ -15,8 +15,10 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.config.trainer import LoraConfig
+from polyreme.errors import StoreError
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.requests import RequestLog, place_of
-from polyreme_trainer.service import api
+from polyreme.experience.store import connect
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import FACTS, Facts, Folders
 from polyreme_trainer.service.wire import Request, json_result
@@ -48,9 +50,15 @@ class Client:
 
 
 @pytest.fixture
-async def client(redis: Redis, run_id: str, tmp_path: Path) -> AsyncIterator[Client]:
+def hold_seconds() -> float:
+    """How long an answer is held for its result."""
+    return 60.0
+
+
+@pytest.fixture
+async def client(redis: Redis, run_id: str, tmp_path: Path, hold_seconds: float) -> AsyncIterator[Client]:
     log = RequestLog(redis, run_id)
-    app = ServiceApi(log, Folders(tmp_path), "base", "/models/base", "llama", 64, "key").app()
+    app = ServiceApi(log, Folders(tmp_path), "base", "/models/base", "llama", 64, "key", hold_seconds=hold_seconds).app()
     async with log.following(), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
         yield Client(http, log, tmp_path)
 
@@ -118,10 +126,9 @@ async def test_a_batch_that_is_refused_keeps_its_place(client: Client) -> None:
     assert refused.op == "refused" and "stable_reinforce" in refused.fields["message"]
 
 
-async def test_an_answer_is_held_for_its_result(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_held_for_its_result(client: Client) -> None:
     model = await client.model()
     [place] = await client.log.open("learner")
-    monkeypatch.setattr(api, "HOLD_SECONDS", 60.0)
     waiting = asyncio.create_task(client.post("retrieve_future", request_id=place.id, allow_metadata_only=True))
     await asyncio.sleep(0)
     await client.log.finish(place, json_result(type="create_model", model_id=model))
@@ -129,8 +136,8 @@ async def test_an_answer_is_held_for_its_result(client: Client, monkeypatch: pyt
         assert await waiting == {"type": "create_model", "model_id": model}
 
 
-async def test_a_result_that_is_not_there_yet_is_asked_for_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "HOLD_SECONDS", 0.0)
+@pytest.mark.parametrize("hold_seconds", [0.0])
+async def test_a_result_that_is_not_there_yet_is_asked_for_again(client: Client) -> None:
     await client.model()
     [place] = await client.log.open("learner")
     again = await client.post("retrieve_future", 408, request_id=place.id)
@@ -174,7 +181,8 @@ async def test_unknown_names_and_features_are_refused(client: Client) -> None:
     assert "another" in (await client.post("create_sampling_session", 400, **wrong))["error"]
     await client.post("get_info", 404, model_id=MODEL)
     await client.post("optim_step", 404, model_id=MODEL, seq_id=1)
-    await client.post("save_weights", 400, model_id=model, seq_id=1, path="../x")
+    await client.post("save_weights", model_id=model, seq_id=1, path="../x")
+    assert "expected a name" in (await client.logged())[-1].fields["message"], "it has its place in the model's order"
     assert "not supported: custom losses" in (await client.post("create_custom_loss", 400))["error"]
     assert "not supported: POST" in (await client.post("another", 404))["error"]
     answer = await client.http.post("/api/v1/optim_step", content=b"{")
@@ -186,3 +194,37 @@ async def test_unloading_follows_the_models_last_request(client: Client) -> None
     await client.post("unload_model", model_id=model)
     assert [request.op for request in await client.logged()] == ["create_model", "unload_model"]
     assert place_of(f"{model}:1", "learner").seq == 1
+    for seq in (1, 2):
+        assert "was unloaded" in (await client.post("optim_step", 400, model_id=model, seq_id=seq))["error"]
+
+
+async def test_answers_are_held_no_longer_when_the_api_ends(redis: Redis, run_id: str, tmp_path: Path) -> None:
+    log, ending = RequestLog(redis, run_id), asyncio.Event()
+    app = ServiceApi(log, Folders(tmp_path), "base", "/models/base", "llama", 64, "key", hold_seconds=600, ending=ending).app()
+    async with log.following(), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+        client = Client(http, log, tmp_path)
+        held = asyncio.create_task(client.post("retrieve_future", 408, request_id=f"{await client.model()}:0"))
+        await asyncio.sleep(0)
+        ending.set()
+        async with asyncio.timeout(300):
+            assert (await held)["type"] == "try_again"
+
+
+async def test_a_lost_redis_is_an_answer_and_then_the_end_of_the_process(tmp_path: Path) -> None:
+    """The SDK sends a request with such an answer again."""
+    server = await EmbeddedServer.open(tmp_path / "redis")
+    redis = await connect(server.url)
+    redis.reconnect_timeout = 0.1
+    log = RequestLog(redis, "lost")
+    app = ServiceApi(log, Folders(tmp_path), "base", "/models/base", "llama", 64, "key").app()
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+            with pytest.raises(StoreError):
+                async with log.following():
+                    server.stop()
+                    await asyncio.Event().wait()
+            for path in ("api/v1/create_session", "api/v1/get_info"):
+                answer = await http.post(path, json={"model_id": MODEL} if "info" in path else {})
+                assert (answer.status_code, answer.json()["category"]) == (503, "server")
+    finally:
+        await redis.aclose()

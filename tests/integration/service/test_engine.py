@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from polyreme.config.model import ModelConfig
 from polyreme.config.serve import ServeConfig, ServeLearner, ServeSampler
-from polyreme.config.trainer import LoraConfig
+from polyreme.config.trainer import LoraConfig, ParallelConfig
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme_rollout.local.weights import tensors_of
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall
 from polyreme_trainer.service.engine import ServiceEngine
-from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.errors import ModelLostError, TenantError
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
 
@@ -41,7 +41,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(base: Path) -> Iterator[ServiceEngine]:
     sampler = ServeSampler(engine="transformers", max_model_len=64)
-    config = ServeConfig(model=ModelConfig(path=base), sampler=sampler, learner=ServeLearner(micro_batch_tokens=256))
+    config = ServeConfig(
+        model=ModelConfig(path=base),
+        sampler=sampler,
+        learner=ServeLearner(micro_batch_tokens=256, parallel=ParallelConfig(threads=2)),
+    )
     with ServiceEngine.open(config.as_run(), 3) as opened:
         yield opened
 
@@ -106,16 +110,16 @@ def test_all_parameters_train_as_in_plain_torch(engine: ServiceEngine, base: Pat
 
 def test_adapters_after_a_whole_model_begin_at_the_base_model(engine: ServiceEngine, tmp_path: Path) -> None:
     new(engine, "first", LoraConfig(rank=2))
-    before = compute(engine, {"first": CALL}, backward=False)["first"].logprobs
+    before = compute(engine, {"first": CALL}, backward=False)["first"].outputs
     new(engine, "whole", None)
     steps(engine, "whole", 2)
     engine.save("whole", tmp_path, gradient=True)
     new(engine, "second", LoraConfig(rank=4, targets=["q_proj"]), 1)
-    again = compute(engine, {"second": CALL}, backward=False)["second"].logprobs
+    again = compute(engine, {"second": CALL}, backward=False)["second"].outputs
     assert all(np.array_equal(a, b) for a, b in zip(before, again, strict=True))
     engine.remove("second")
     engine.load("whole", tmp_path, None, 2)
-    assert not np.array_equal(compute(engine, {"whole": CALL}, backward=False)["whole"].logprobs[0], before[0])
+    assert not np.array_equal(compute(engine, {"whole": CALL}, backward=False)["whole"].outputs[0], before[0])
 
 
 def test_a_model_that_was_moved_out_goes_on_with_the_same_bits(engine: ServiceEngine) -> None:
@@ -182,7 +186,7 @@ def test_models_that_share_passes_have_the_bits_of_separate_ones(engine: Service
     for one, other in zip(shared, separate, strict=True):
         for name in LORAS:
             assert one[name].loss == other[name].loss
-            assert all(np.array_equal(a, b) for a, b in zip(one[name].logprobs, other[name].logprobs, strict=True))
+            assert all(np.array_equal(a, b) for a, b in zip(one[name].outputs, other[name].outputs, strict=True))
     for name in LORAS:
         assert weights[name].keys() == alone[name].keys()
         assert all(torch.equal(weights[name][each], alone[name][each]) for each in alone[name])
@@ -221,6 +225,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(engine: ServiceEngine) ->
     assert compute(engine, {"mine": CALL}, backward=False)["mine"].loss == before
     assert engine.optim_step("mine", ADAM)[1] == 2, "a step without a gradient is one of zero"
     assert np.isfinite(engine.optim_step("other", ADAM)[0]), "another model of the same pass has its own gradient"
+
+
+def test_weights_that_are_not_finite_lose_the_model(engine: ServiceEngine) -> None:
+    """At first, A has no gradient, and without eps its step is 0 / 0."""
+    new(engine, "mine", LoraConfig(rank=2))
+    compute(engine, {"mine": CALL})
+    with pytest.raises(ModelLostError, match=r"finite weights after a step.*raise eps"):
+        engine.optim_step("mine", AdamSettings(learning_rate=1e-3, eps=0))
 
 
 def test_pairs_are_compared_whole(engine: ServiceEngine, base: Path) -> None:

@@ -15,10 +15,8 @@ import zstandard
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience import requests
-from polyreme.experience.requests import RequestLog
-from polyreme_trainer.service import api as api_module
-from support.simulated_service import BASE, api, learner, sample
+from polyreme.experience.requests import RequestBounds, RequestLog
+from support.simulated_service import BASE, LONGEST, api, learner, sample
 
 ERRORS = {400, 403, 404, 405, 409, 410, 413, 429}
 """Statuses of a refusal, each with a message and a category."""
@@ -82,8 +80,14 @@ def message(model: str, seq: int) -> pb.ForwardBackwardRequest:
 
 
 @pytest.fixture
-async def http(redis: Redis, run_id: str, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    log = RequestLog(redis, run_id)
+def limits() -> RequestBounds:
+    """Of the request log."""
+    return RequestBounds()
+
+
+@pytest.fixture
+async def http(redis: Redis, run_id: str, tmp_path: Path, limits: RequestBounds) -> AsyncIterator[httpx.AsyncClient]:
+    log = RequestLog(redis, run_id, limits)
     transport = httpx.ASGITransport(api(log, tmp_path).app(), raise_app_exceptions=False)
     async with log.following(), httpx.AsyncClient(transport=transport, base_url="http://api") as client:
         stop = asyncio.Event()
@@ -157,6 +161,99 @@ STRANGE: list[tuple[str, Any]] = [
     *(("user_metadata", value) for value in ({"a": "\ud800"}, {"a": "x" * 100_000}, [1])),
     ("\ud800", 1),
 ]
+
+
+async def test_numbers_that_would_end_an_engine_are_refused(client: Client) -> None:
+    """Each by name. The model and the sampler go on."""
+    model, session = await client.model(), await client.session()
+    for seq, (loss, option, value, problem) in enumerate(STRANGE_OPTIONS, start=1):
+        given = message(model, seq)
+        given.loss_fn, given.loss_fn_config[option] = loss, value
+        sent = await client.batch(given.SerializeToString())
+        assert problem in (await client.result(sent.json()["request_id"])).json()["error"]
+    seq, long = len(STRANGE_OPTIONS) + 1, message(model, len(STRANGE_OPTIONS) + 1)
+    long.data[0].model_input[0].encoded_text.tokens = np.full(LONGEST + 1, 5, "<i4").tobytes()
+    long.data[0].loss_fn_inputs["target_tokens"].CopyFrom(
+        pb.TensorData(dense=np.full(LONGEST + 1, 5, "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[LONGEST + 1])
+    )
+    sent = await client.batch(long.SerializeToString())
+    assert f"at most {LONGEST} tokens in a sequence" in (await client.result(sent.json()["request_id"])).json()["error"]
+    sampler = await client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=BASE)
+    about = {"sampling_session_id": sampler["sampling_session_id"], "prompt": {"chunks": [{"tokens": [5]}]}}
+    for name, strange in STRANGE_SAMPLING:
+        fields = {**about, "seq_id": 0, "sampling_params": {"max_tokens": 2, name: strange}}
+        refused = await client.send("POST", "asample", content=json.dumps(fields))
+        assert refused.status_code == 400 and refused.json()["error"].startswith(f"sampling_params.{name}: ")
+    sent = await client.post("asample", **about, seq_id=0, sampling_params={"max_tokens": 2})
+    assert (await client.result(sent["request_id"])).headers["content-type"] == "application/x-protobuf"
+    await client.step(model, seq + 1)
+
+
+STRANGE_OPTIONS = [
+    ("ppo", "clip_low_threshold", float("nan"), "finite loss_fn_config.clip_low_threshold of ppo; found nan"),
+    ("dro", "beta", float("-inf"), "finite loss_fn_config.beta of dro; found -inf"),
+    ("ipo", "beta", 0.0, "finite loss_fn_config.beta above 0 of ipo; found 0.0"),
+    ("sapo", "tau_negative", -1.0, "finite loss_fn_config.tau_negative above 0 of sapo; found -1.0"),
+    ("cross_entropy", "beta", 1.0, "not supported: loss_fn_config.beta"),
+]
+STRANGE_SAMPLING: list[tuple[str, object]] = [
+    *(("top_k", value) for value in (-2, 2**31, 10**30)),
+    *(("temperature", value) for value in (-1, float("nan"), float("inf"))),
+    *(("stop", value) for value in ("", "x" * 10_000, [""], [-1], [2**70], ["x"] * 65, [[1]])),
+    *(("top_p", value) for value in (0, 1.5, float("nan"))),
+    *(("max_tokens", value) for value in (0, -1, 1.5)),
+]
+
+
+async def test_a_refused_request_leaves_no_gap(client: Client) -> None:
+    """The SDK's next request has the next number, and waits for those before it."""
+    model = await client.model()
+    refused: list[tuple[str, dict[str, object], str]] = [
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": None}},
+            "adam_params.learning_rate: expected a finite number; found null",
+        ),
+        ("optim_step", {"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate"),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "not supported: optimizer_params.type"),
+        *(
+            (path, {"path": "имя"}, "expected a name")
+            for path in ("save_weights", "save_weights_for_sampler", "save_weights_external")
+        ),
+        ("save_weights", {"path": ""}, "expected a name"),
+        ("save_weights", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
+        ("save_weights", {"path": "a", "user_metadata": {"a": "x" * 100_000}}, "user_metadata"),
+        ("load_weights", {"path": "/etc/passwd"}, "expected tinker://"),
+        ("load_weights", {"path": 7}, "path"),
+        ("load_weights", {"path": f"tinker://{model}/weights/none"}, "expected a saved checkpoint"),
+    ]
+    for seq, (path, fields, problem) in enumerate(refused, start=1):
+        sent = await client.post(path, model_id=model, seq_id=seq, **fields)
+        answer = (await client.result(sent["request_id"])).json()
+        assert problem in answer["error"] and answer["category"] == "user", answer
+    await client.step(model, len(refused) + 1)
+
+
+async def test_a_checkpoint_that_is_deleted_several_times_at_once(client: Client) -> None:
+    model = await client.model()
+    for seq in range(1, 9):
+        saved = await client.post("save_weights", model_id=model, seq_id=seq, path="mine")
+        assert "path" in (await client.result(saved["request_id"])).json()
+        place = f"training_runs/{model}/checkpoints/weights/mine"
+        asked = [client.send("DELETE", place) for _ in range(4)]
+        asked += [client.send("PUT", f"{place}/ttl", json={"ttl_seconds": 60}), client.send("GET", "checkpoints")]
+        answers = await asyncio.gather(*asked)
+        assert 204 in {answer.status_code for answer in answers[:4]}
+    assert (await client.send("GET", "checkpoints")).json()["checkpoints"] == []
+
+
+async def test_the_first_request_of_a_models_number_stands(client: Client) -> None:
+    model = await client.model()
+    again = {"session_id": model.partition(":")[0], "model_seq_id": 0, "base_model": f"{BASE}:critic", "lora_config": {"rank": 9}}
+    assert (await client.post("create_model", **again))["model_id"] == model
+    about = await client.post("get_info", model_id=model)
+    assert (about["lora_rank"], about["model_name"]) == (4, BASE)
+    await client.step(model, 1)
 
 
 async def test_wrong_numbers_are_refused(client: Client) -> None:
@@ -242,12 +339,9 @@ async def test_two_thousand_sessions_leave_room_for_one_more(client: Client) -> 
     await client.step(mine, 1)
 
 
-async def test_a_client_that_reads_nothing_is_stopped_by_its_own_bound(
-    client: Client, monkeypatch: pytest.MonkeyPatch, redis: Redis
-) -> None:
+@pytest.mark.parametrize("limits", [RequestBounds(result_bytes=2000)])
+async def test_a_client_that_reads_nothing_is_stopped_by_its_own_bound(client: Client, redis: Redis) -> None:
     """Its results go, the oldest first; its requests are executed, and another client is not concerned."""
-    monkeypatch.setattr(requests, "MAX_RESULT_BYTES", 2000)
-    monkeypatch.setattr(api_module, "HOLD_SECONDS", 5.0)
     model, other = await client.model(), Client(client.http, "tml-two")
     for seq in range(1, 101):
         assert (await client.batch(message(model, seq).SerializeToString())).status_code == 200

@@ -1,8 +1,11 @@
 """The processes of a training service, each on its own as compose and Kubernetes start them."""
 
 import asyncio
+import signal
+import socket
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -13,6 +16,7 @@ import yaml
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme.net.ports import free_port
 from support.service import Parts, client
+from support.waiting import wait_until
 
 KEY = "tml-the key of the service"
 
@@ -32,7 +36,7 @@ def parts(redis_url: str, run_id: str, tmp_path: Path) -> Iterator[tuple[Parts, 
     commands["sampler"] = [*python, "sampler", *file]
     found = Parts(commands, tmp_path, {"SERVE_KEY": KEY, "POLYREME_REDIS": redis_url})
     yield found, f"http://127.0.0.1:{port}", page
-    assert set(found.end().values()) == {0}
+    assert {part: status for part, status in found.end().items() if status} == {}
 
 
 async def answered(url: str, **headers: str) -> httpx.Response:
@@ -63,6 +67,27 @@ async def test_the_api_takes_those_with_the_key_and_probes(parts: tuple[Parts, s
     running.kill("api")
     running.start("api")
     assert (await answered(f"{url}/ready")).status_code == 200
+
+
+def test_a_part_ends_well_before_it_has_a_redis(parts: tuple[Parts, str, int], tmp_path: Path) -> None:
+    """While its command is read, and while it waits for a Redis that does not answer."""
+    running, _, _ = parts
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(300)
+        running.environment["POLYREME_REDIS"] = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        for part in ("api", "observer"):
+            for waits in (False, True):
+                process = running.start(part)
+                wait_until(lambda pid=process.pid: catches_sigterm(pid))  # type: ignore[misc]
+                with silent.accept()[0] if waits else nullcontext():
+                    process.terminate()
+                    assert process.wait(60) == 0, (tmp_path / f"{part}.log").read_text()
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler of SIGTERM, as from when it reads its command line."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.real

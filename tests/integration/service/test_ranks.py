@@ -16,6 +16,7 @@ from polyreme_trainer.service.batch import Batch, BatchResult, LossCall
 from polyreme_trainer.service.engine import ServiceEngine
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
+from support.models import tiny_family_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.real
@@ -26,8 +27,9 @@ LORAS = {
     "a": (LoraConfig(rank=3), "cross_entropy", 5),
     "b": (LoraConfig(rank=8, targets=["q_proj", "k_proj", "v_proj", "o_proj"]), "importance_sampling", 1),
     "c": (LoraConfig(rank=1, alpha=64.0, targets=["gate_proj", "up_proj", "down_proj"]), "dpo", 4),
+    "v": (LoraConfig(rank=2), "value", 3),
 }
-"""Models of different ranks and layers, with the loss and the number of sequences of each batch: one has fewer than there are data ranks."""
+"""Models of different ranks and layers, the last one a critic, with the loss and the number of sequences of each batch: one has fewer than there are data ranks."""
 
 
 def batches(step: int) -> dict[str, LossCall]:
@@ -43,11 +45,11 @@ def batches(step: int) -> dict[str, LossCall]:
 
 
 def compute(engine: ServiceEngine, calls: dict[str, LossCall]) -> list[float]:
-    """The losses, and the sums of the log-probabilities."""
+    """The losses, and the sums of the log-probabilities or values."""
     found = engine.forward_backward(calls)
     results = [each for each in found.values() if isinstance(each, BatchResult)]
     assert len(results) == len(calls), found
-    return [number for each in results for number in (each.loss, float(sum(map(np.sum, each.logprobs))))]
+    return [number for each in results for number in (each.loss, float(sum(map(np.sum, each.outputs))))]
 
 
 def stepped(engine: ServiceEngine, name: str, folder: Path) -> float:
@@ -62,8 +64,8 @@ def train(engine: ServiceEngine, folder: Path, other: Path | None) -> dict[str, 
     """What a client does. `folder` gets the states; `other` has those of another layout."""
     made = folder if engine.ranks.leads else folder / str(engine.ranks.rank)
     made.mkdir(parents=True, exist_ok=True)
-    for number, (name, (lora, _, _)) in enumerate(LORAS.items()):
-        engine.create(name, lora, number)
+    for number, (name, (lora, loss, _)) in enumerate(LORAS.items()):
+        engine.create(name, lora, number, critic=loss == "value")
     numbers = []
     for step in range(3):
         for part in range(2):
@@ -117,9 +119,9 @@ def config(base: Path, parallel: ParallelConfig) -> ServeConfig:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks") / "model"
-    write_tiny_model(folder)
-    return folder
+    """The embedding is the output layer, too, but not a critic's."""
+    write_tiny_model(folder := tmp_path_factory.mktemp("ranks") / "model")
+    return tiny_family_model("llama", folder, vocab_size=96)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience import requests
 from polyreme.experience.requests import RequestLog, in_lane
-from polyreme_trainer.service import learner as learner_module
-from polyreme_trainer.service import states as states_module
 from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
 from polyreme_trainer.service.states import States
@@ -50,13 +47,14 @@ class Service:
 
     def __init__(self, log: RequestLog, root: Path, limit: int = 1 << 30, max_models: int = 32) -> None:
         self.log, self.root, self.limit, self.max_models, self.seq = log, root, limit, max_models, -1
+        self.unnamed = 32
         self.engine = engine()
 
     @asynccontextmanager
-    async def learner(self) -> AsyncIterator[None]:
-        """A new learner, which ends with the block as by a kill between two of its commands."""
-        self.engine = engine()
-        learner = ModelLearner(self.log, self.engine, States(self.root, self.limit), BASE, self.max_models)
+    async def learner(self, **replay: Any) -> AsyncIterator[None]:
+        """A new learner, which ends with the block as by a kill between two of its commands. `replay`: its bounds."""
+        self.engine, states = engine(), States(self.root, self.limit, self.unnamed)
+        learner = ModelLearner(self.log, self.engine, states, BASE, self.max_models, **replay)
         task = asyncio.create_task(learner.run(asyncio.Event()))
         try:
             yield
@@ -103,21 +101,67 @@ async def test_a_learner_killed_after_each_request_has_the_same_bits(
     assert found == wanted
 
 
-async def test_a_restart_begins_at_the_newest_state(
-    service: Service, redis: Redis, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replay_seconds", [20.0, 0.0], ids=["from its requests", "from its state"])
+async def test_a_step_that_spoils_the_weights_leaves_the_model_as_it_was(
+    replay_seconds: float, service: Service, redis: Redis, run_id: str, tmp_path: Path
 ) -> None:
+    """With its gradient, also after a restart."""
+    wanted, found = await undisturbed(redis, run_id, tmp_path / "quiet"), []
+    spoils = Request("optim_step", {"adam": {**ADAM, "learning_rate": 1e38}})
+    for request in LOOP:
+        async with service.learner(replay_seconds=replay_seconds):
+            found += await service.ask(request)
+            assert b"finite weights" in (await service.ask(spoils))[0]
+    assert found == wanted
+
+
+async def test_a_checkpoint_that_is_deleted_as_it_is_read_changes_nothing(
+    service: Service, redis: Redis, run_id: str, tmp_path: Path
+) -> None:
+    wanted, found = await undisturbed(redis, run_id, tmp_path / "quiet"), []
+    load = Request("load_weights", {"path": f"tinker://{MODEL}/weights/half", "optimizer": True, "tenant": "t"})
+    async with service.learner():
+        found += await service.ask(*LOOP[:5])
+        await service.ask(save("half"))
+        (service.root / MODEL / "weights" / "half" / "state.safetensors").unlink()
+        assert b"deleted while it was read" in (await service.ask(load))[0]
+        found += await service.ask(*LOOP[5:])
+    assert found == wanted
+
+
+def test_a_sweep_leaves_the_files_of_others(tmp_path: Path) -> None:
+    """Those of the observer, such as a folder that it has just made for samples."""
+    (tmp_path / MODEL / "samples").mkdir(parents=True)
+    (tmp_path / "old" / "weights").mkdir(parents=True)
+    States(tmp_path, 1 << 30).sweep()
+    assert [str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*")] == [MODEL, f"{MODEL}/samples"]
+
+
+async def test_a_restart_begins_at_the_newest_state(service: Service, redis: Redis, run_id: str, tmp_path: Path) -> None:
     """And what it no longer needs is not kept: neither requests, nor earlier states."""
     wanted = await undisturbed(redis, run_id, tmp_path / "quiet")
-    monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
-    async with service.learner():
+    async with service.learner(replay_seconds=0.0):
         found = await service.ask(*LOOP[:-1])
     assert await service.log.kept(MODEL) == []
     assert [folder.name for folder in (service.root / MODEL / "states").iterdir()] == [str(len(LOOP) - 2)]
-    async with service.learner():
+    async with service.learner(replay_seconds=0.0):
         found += await service.ask(LOOP[-1])
         assert service.engine.executed == ["load", "optim_step"], "with the gradient of the state"
     assert found == wanted
     assert await service.log.kept(MODEL) == [] and await service.log.lanes() == set()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0], ids=["state", "requests"])
+async def test_a_critic_is_one_after_a_restart(service: Service, seconds: float) -> None:
+    text = pb.InputChunk(encoded_text=pb.EncodedText(tokens=np.array([3, 5], "<i4").tobytes()))
+    values = pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[text])], loss_fn="value", forward_only=True)
+    asked = Request("forward", {}, values.SerializeToString())
+    async with service.learner(replay_seconds=seconds):
+        *_, before = await service.ask(Request("create_model", {"lora": LORA, "critic": True}), STEP, asked)
+    async with service.learner(replay_seconds=seconds):
+        [after] = await service.ask(asked)
+        assert ("load" in service.engine.executed) == (seconds == 0)
+    assert before == after and pb.ForwardBackwardOutput.FromString(after[1:]).loss_fn_outputs[0].fields.keys() == {"values"}
 
 
 @pytest.mark.parametrize("kills", [False, True])
@@ -160,10 +204,9 @@ async def test_a_full_disk_refuses_new_models_alone(service: Service) -> None:
         assert b"error" not in step
 
 
-async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service) -> None:
     """Also without an optimizer step."""
-    monkeypatch.setattr(learner_module, "REPLAY_BYTES", 3 * len(batch(1).pack()))
-    async with service.learner():
+    async with service.learner(replay_bytes=3 * len(batch(1).pack())):
         await service.ask(CREATE, *(batch(1) for _ in range(10)))
     assert len(await service.log.kept(MODEL)) <= 4
 
@@ -202,11 +245,10 @@ async def test_a_model_from_a_checkpoint_has_its_moments_if_asked(service: Servi
     assert results[3] == same != results[7]
 
 
-async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
-    async with service.learner():
+async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis) -> None:
+    async with service.learner(replay_seconds=0.0):
         await service.ask(*LOOP, batch(1))
-    monkeypatch.setattr(requests, "RECORD_SECONDS", 0)
+    service.log.limits.record_seconds = 0
     await service.log.renew_record("model", MODEL)
     async with service.learner():
         await gone(service.root / MODEL)
@@ -232,9 +274,9 @@ async def test_checkpoints_expire(service: Service) -> None:
     assert Folders(service.root).kept(MODEL)[0].facts.expires is None
 
 
-async def test_checkpoints_have_a_share_of_the_disk(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoints_have_a_share_of_the_disk(service: Service) -> None:
     """Those without a name make room, the oldest first; then a save is refused, and the model goes on."""
-    monkeypatch.setattr(states_module, "UNNAMED", 2)
+    service.unnamed = 2
     unnamed = [save(f"request-{n}", "save_weights_for_sampler", sampling_session=f"s:{n}") for n in range(4)]
     async with service.learner():
         await service.ask(*LOOP, save("named"), *unnamed)
@@ -248,9 +290,9 @@ async def test_checkpoints_have_a_share_of_the_disk(service: Service, monkeypatc
     assert [each.name.name for each in Folders(service.root).kept(MODEL)] == ["named", "second"]
 
 
-async def test_results_have_a_bound_for_each_session(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_have_a_bound_for_each_session(service: Service) -> None:
     """A client that reads nothing: the oldest results go first, and another session's stay."""
-    monkeypatch.setattr(requests, "MAX_RESULT_BYTES", 1000)
+    service.log.limits.result_bytes = 1000
     other = in_lane(f"{'b' * 32}:train:0", 0)
     await service.log.submit(other, CREATE.pack())
     await service.log.finish(other, json_result(type="other"))

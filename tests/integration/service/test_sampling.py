@@ -64,11 +64,13 @@ def ids(sequence: pb.SampledSequence) -> list[int]:
 async def sampler(redis: Redis, run_id: str) -> AsyncIterator[Sampler]:
     log = RequestLog(redis, run_id)
     async with log.following():
+        others = asyncio.all_tasks()
         task = asyncio.create_task(sample(log, asyncio.Event()))
         yield Sampler(log)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+        assert asyncio.all_tasks() <= {*others, asyncio.current_task()}, "a task outlives the sampler"
 
 
 async def test_a_seed_decides_the_answers(sampler: Sampler) -> None:
@@ -133,6 +135,27 @@ async def test_an_adapter_that_is_saved_again_is_another_version(adapters: tuple
     second = await sampler.tokens(weights=path)
     assert (await running)[0][: len(first[0])] == first[0] != second[0]
     assert len(engine.read) == 2
+
+
+async def test_an_answer_is_reported_while_another_is_sampled(
+    adapters: tuple[Sampler, AdapterEngine], redis: Redis, run_id: str, tmp_path: Path
+) -> None:
+    sampler, engine = adapters
+    records, path = RequestLog(redis, run_id).records, save_adapter(tmp_path / "saved", 1)
+    engine.step_seconds = 60.0
+    endless = asyncio.create_task(sampler.tokens(weights=path))
+    await until(lambda: engine.running.total() == 1)
+    engine.step_seconds = 0.0
+    await sampler.tokens(weights=path)
+
+    async def is_reported() -> bool:
+        return len(await records.read("0", 10, 1)) == 1
+
+    await until(is_reported)
+    assert not endless.done()
+    endless.cancel()
+    with suppress(asyncio.CancelledError):
+        await endless
 
 
 async def test_a_rank_above_the_engines_is_loaded_alone(adapters: tuple[Sampler, AdapterEngine], tmp_path: Path) -> None:

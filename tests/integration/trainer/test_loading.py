@@ -2,16 +2,12 @@
 
 import asyncio
 
-import pytest
-
-from polyreme.experience import loading
 from polyreme.experience.run import Run
-from polyreme_trainer.learner.loading import reports_to_run
+from polyreme_trainer.learner.run_client import reports_to_run
 
 
-async def test_a_load_is_recorded_in_the_run(redis_url: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "REPORT_SECONDS", 0.0)
-    loaded = reports_to_run(redis_url, run.run_id)("critic")
+async def test_a_load_is_recorded_in_the_run(redis_url: str, run: Run) -> None:
+    loaded = reports_to_run(redis_url, run.run_id, 0.0)("critic")
     assert loaded is not None
     for fraction in (0.5, 1.0):
         await asyncio.to_thread(loaded, fraction)

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_rows import SECTIONS
 
 from polyreme.config.evaluation import RESERVED, EvaluationSet, best_metric, pass_sizes
 from polyreme.config.load import load_config
 from polyreme.errors import ConfigError
-from polyreme_trainer.observe.registry import SECTIONS
 from support.configs import run_config
 
 
@@ -96,6 +96,7 @@ def own(**keys: Any) -> str:
 
 FILE = {"file": "x.py"}
 JUDGED = own(environment=FILE, scored_by="reward")
+PRODUCT = ["reward=null", "environment.online={}"]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,8 @@ JUDGED = own(environment=FILE, scored_by="reward")
         ([own(environment=FILE), "data.template=none"], "needs data.template: chat"),
         ([own(environment=FILE), "eval_best=own/pass@2"], "needs environment.correctness"),
         ([own(environment=FILE), "eval_best=own/reward/exact"], "own/reward/environment"),
+        ([own(environment=FILE), *PRODUCT, "data.eval=y"], "only the product can play"),
+        ([own(), *PRODUCT], "only the product can play"),
         ([own(environment=FILE, data=[{"path": "x", "tools": ["calculator"]}])], "environment.tools lists none"),
         ([JUDGED, "reward=null", "environment.file=y.py"], "own needs the section `reward`"),
         ([own(environment=FILE), "reward=null", "environment.file=y.py", "data.eval=y", "eval_best=pass@1"], "eval_best"),
@@ -129,6 +132,8 @@ def test_a_set_has_an_environment_of_its_own(file: Path) -> None:
     assert judged.eval_sets[0].metrics(judged.part_names)[-2:] == ["reward/exact", "reward/environment"]
     tools = load_config(file, [own(environment={"tools": ["calculator"]})])
     assert tools.is_rewarded(tools.eval_sets[0])
+    product = load_config(file, [own(environment=FILE), *PRODUCT])
+    assert [*product.environments] == ["", "own"] and product.played_data("own") == (product.eval_sets[0].data,)
 
 
 def test_no_set_has_the_name_of_a_group_of_metrics() -> None:

@@ -55,6 +55,20 @@ def test_an_engine_ends_for_training_only_on_cpu(tree: dict[str, Any], tmp_path:
         load_config(written(tmp_path, {**changed, "device": "cuda"}))
 
 
+def test_orchestrators_decide_no_weights_and_need_something_to_share(tree: dict[str, Any], tmp_path: Path) -> None:
+    def config(count: int, **sections: Any) -> RunConfig:
+        trainer = {**tree["trainer"], "orchestrators": count}
+        return load_config(written(tmp_path, {**tree, "trainer": trainer, **sections}))
+
+    assert config(3).fingerprint() == run_config(tmp_path).fingerprint()
+    with pytest.raises(ConfigError, match=r"trainer\.orchestrators = 3 exceeds rollout\.max_num_seqs = 2"):
+        config(3, rollout={**tree["rollout"], "max_num_seqs": 2})
+    sessions: dict[str, Any] = {"reward": None, "environment": {"online": {}}, "max_staleness": 1}
+    assert config(1, **sessions).environment
+    with pytest.raises(ConfigError, match=r"trainer\.orchestrators = 2 has no effect"):
+        config(2, **sessions)
+
+
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_a_token_budget_must_let_the_longest_response_end_within_its_bound(
     tree: dict[str, Any], tmp_path: Path, placement: str
@@ -322,6 +336,8 @@ def test_every_key_is_read() -> None:
     nodes = [node for path in sources for node in ast.walk(_without_validators(ast.parse(path.read_text())))]
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     attributes |= {name for node in nodes if isinstance(node, ast.MatchClass) for name in node.kwd_attrs}
+    losses = ast.parse((root / "services/trainer/polyreme_trainer/algorithms/losses.py").read_text())
+    attributes |= {node.arg for node in ast.walk(losses) if isinstance(node, ast.arg)}  # which get a loss's keys by name
     assert [key for key in known_keys(RunConfig) if key.rpartition(".")[2] not in attributes] == []
 
 

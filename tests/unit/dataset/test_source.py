@@ -13,7 +13,6 @@ import pytest
 from pyarrow import feather, parquet
 
 from polyreme.config.data import DataSource
-from polyreme.dataset import source
 from polyreme.dataset.columns import column_names, value_at
 from polyreme.dataset.source import digest_of, files_of, read_objects
 from polyreme.errors import DataError
@@ -171,10 +170,9 @@ def test_a_source_adds_columns(tmp_path: Path) -> None:
         list(read_objects((DataSource(path=renamed.path, rename={"answer": "nothing.here"}),)))
 
 
-def test_a_digest_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_BLOCK", 4)
+def test_a_digest_follows_the_content(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    seen = {digest_of(path)}
+    seen = {digest_of(path, block=4)}
     for content in (
         b"",
         b"a",
@@ -187,8 +185,8 @@ def test_a_digest_follows_the_content(tmp_path: Path, monkeypatch: pytest.Monkey
         b"x" * 1001,
     ):
         path.write_bytes(content)
-        assert digest_of(path) == digest_of((DataSource(path=path, add={"a": 1}),)) not in seen
-        seen.add(digest_of(path))
+        assert digest_of(path, block=4) == digest_of((DataSource(path=path, add={"a": 1}),), block=4) not in seen
+        seen.add(digest_of(path, block=4))
     assert "" in seen and len(seen) == 10
 
 

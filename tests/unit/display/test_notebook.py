@@ -1,6 +1,7 @@
 """`polyreme.Run` on a run directory."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,11 @@ import polars
 import pytest
 
 import polyreme
-from polyreme.display.notebook import RunHandle
+from polyreme.display.notebook import RunHandle, to_table
 from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.rundir.run_records import write_end, write_summary
-from polyreme.terminal.tables import to_table
 from support.recorded_run import record_run
 
 
@@ -113,7 +113,8 @@ async def test_it_works_where_an_event_loop_runs(run_dir: Path) -> None:
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme.terminal.tables.find_spec", lambda name: None)
+    for name in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
     with pytest.raises(ConfigError):
         to_table([{"a": 1}], "pandas")
     with pytest.raises(ConfigError):

@@ -13,6 +13,18 @@ PAGE = (ROOT / "docs" / "one-iteration.md").read_text()
 HOPS = HOP.findall(PAGE)
 PAUSE = re.compile(r"^ *\.\.\.\n", re.MULTILINE)
 """Stands for lines that are left out."""
+CALLS = re.compile(r"^These are all calls from the loop to this line: (.*?)\.$", re.MULTILINE | re.DOTALL)
+
+
+def calls_of_a_loss() -> list[str]:
+    """The functions that the page names between the loop and the arithmetic of a loss; `test_learner` compares them with a stack."""
+    (names,) = CALLS.findall(PAGE)
+    return re.findall(r"`([\w.]+)`", names)
+
+
+def test_a_loss_is_at_most_eight_calls_below_the_loop() -> None:
+    assert calls_of_a_loss()[0] == "Learner.iterate"
+    assert len(calls_of_a_loss()) <= 8
 
 
 def test_an_iteration_takes_at_most_thirty_files() -> None:

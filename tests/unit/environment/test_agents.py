@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis import APIS, chat
-from polyreme_environment.agents.conversation import AgentConversation
+from polyreme_environment.agents.conversation import AgentConversation, digests
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
@@ -150,9 +151,9 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
         found = [end for end in range(1, len(messages)) if tuple(plain[:end]) in known]
         behind = max((end for end in range(len(messages)) if messages[end]["role"] == "assistant"), default=-1)
         expected = max((end for end in found if end > behind), default=0)
-        number, rest = conversation.place(messages)
+        number, rest = conversation.place(messages, digests(messages))
         assert number == (known[tuple(plain[:expected])] if expected else 0) and rest == messages[expected:]
-        conversation.add(place, messages, {"role": "assistant", "content": answer})
+        conversation.add(place, messages, digests(messages), {"role": "assistant", "content": answer})
         known[(*plain, ("assistant", answer.strip()))] = place
         history = [*messages, {"role": "assistant", "content": blanks + answer.strip() + blanks}]
 
@@ -229,12 +230,14 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "408"}
     conversation = AgentConversation()
-    conversation.add(1, [HELLO], answer, [TOOL])
+    conversation.add(1, [HELLO], digests([HELLO], [TOOL]), answer)
     again = {**answer, "content": "\n", "tool_calls": [{**call, "function": {"name": "multiply", "arguments": {"a": 12.0}}}]}
-    assert conversation.place([HELLO, again, result], [TOOL]) == (1, [result])
-    assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
+    messages: list[Message] = [HELLO, again, result]
+    assert conversation.place(messages, digests(messages, [TOOL])) == (1, [result])
+    assert conversation.place(messages, digests(messages))[0] == 0, "without tools the prompt is another one"
     other = {**answer, "tool_calls": [{**call, "id": "call_2"}]}
-    assert conversation.place([HELLO, other, result], [TOOL])[0] == 0
+    messages = [HELLO, other, result]
+    assert conversation.place(messages, digests(messages, [TOOL]))[0] == 0
 
 
 def test_a_text_continues_the_longest_turn_that_it_repeats() -> None:

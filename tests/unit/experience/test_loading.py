@@ -1,9 +1,6 @@
 """The progress of loading weights is recorded at intervals, and at the end only after such a record."""
 
-import pytest
-
 from polyreme.display.report import loading_progress
-from polyreme.experience import loading
 from polyreme.experience.loading import REPORT_SECONDS, LoadingPace, reports_to
 from polyreme.experience.metric_records import Loading
 
@@ -22,10 +19,9 @@ def test_a_short_load_is_not_reported() -> None:
     assert pace.at("actor", 0.5, 101.0) is None and pace.at("actor", 1.0, 102.0) is None
 
 
-def test_each_role_has_a_pace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "REPORT_SECONDS", 0.0)
+def test_each_role_has_a_pace_of_its_own() -> None:
     records = list[Loading]()
-    loads = reports_to(records.append)
+    loads = reports_to(records.append, 0.0)
     for role in ("model", "reference"):
         loaded = loads(role)
         assert loaded is not None

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.gateway.events import DONE, EventSplitter, error_code, is_done
+from polyreme.gateway.reply import DONE, EventSplitter, error_code, is_done
 
 STREAM = b'data: {"a":1}\n\n: a comment\n\ndata: {"b":"\xc3\xa9"}\n\n' + DONE
 

@@ -13,7 +13,7 @@ from redis.asyncio.connection import parse_url
 
 from polyreme.cli.main import build_app, commands
 from polyreme.errors import StoreError
-from polyreme.net.redis_url import PASSWORD, exposure, with_password, without_password
+from polyreme.net.redis_url import PASSWORD, Watched, exposure, watched, with_password, without_password
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,7 @@ def no_password(monkeypatch: pytest.MonkeyPatch) -> None:
         ("redis://:secret@redis:6379/0", "redis://redis:6379/0", "secret"),
         ("rediss://me:se%2Fcret@[::1]:6379/2?db=1", "rediss://me@[::1]:6379/2?db=1", "se/cret"),
         ("redis://redis/0?password=secret&db=1", "redis://redis/0?db=1", "secret"),
+        ("rediss://me:secret@s1:1?sentinel=main&sentinels=s2:2", "rediss://me@s1:1?sentinel=main&sentinels=s2:2", "secret"),
         ("unix:///run/redis.sock?password=se%26cret", "unix:///run/redis.sock", "se&cret"),
         ("unix://me:secret@/run/redis.sock?db=1", "unix://me@/run/redis.sock?db=1", "secret"),
     ],
@@ -74,6 +75,22 @@ def test_a_redis_without_a_password_is_a_warning(url: str, who: str, monkeypatch
     assert who in exposure(url) and bool(exposure(url)) == bool(who)
     monkeypatch.setenv(PASSWORD, "secret")
     assert exposure(url) == ""
+
+
+def test_the_sentinels_of_a_url() -> None:
+    assert watched("redis://redis:6379/0?db=1") is None
+    found = watched("rediss://me@s1/2?ssl_ca_certs=/ca.pem&sentinel=main&sentinels=s2:2,[::1]")
+    urls = tuple(f"rediss://{each}?ssl_ca_certs=/ca.pem" for each in ("s1:26379", "s2:2", "[::1]:26379"))
+    assert found == Watched("main", urls, "rediss://me@s1/2?ssl_ca_certs=/ca.pem")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://s1?sentinel=", "redis://s1?sentinels=s2", "unix:///run/s?sentinel=main", "redis://s1?sentinel=main&sentinels=:1"],
+)
+def test_sentinels_without_a_name_or_a_host(url: str) -> None:
+    with pytest.raises(StoreError, match="Sentinels without the name of a primary or without a host"):
+        watched(url)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,20 @@
 """The memory of the machine, or of the container."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from polyreme.process import machine
-from polyreme.process.machine import MemoryKills, control_groups, device_count, limit_of, memory_limit
+from polyreme.process.machine import (
+    MemoryKills,
+    control_groups,
+    core_limit,
+    cores_of,
+    device_count,
+    has_device,
+    limit_of,
+    memory_limit,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +26,18 @@ def test_the_smallest_limit_counts(limits: list[str], expected: int) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert memory_limit() > 2**20
+
+
+@pytest.mark.parametrize(
+    ("quotas", "expected"),
+    [([], 8), (["max 100000\n"], 8), (["max 100000", "250000 100000"], 2), (["50000 100000"], 1), (["1600000 100000"], 8)],
+)
+def test_the_smallest_quota_of_cores_counts(quotas: list[str], expected: int) -> None:
+    assert cores_of(8, quotas) == expected
+
+
+def test_this_machine_has_cores() -> None:
+    assert 1 <= core_limit() <= (os.cpu_count() or 1)
 
 
 V2, V1, BOTH = "0::/a/b\n", "9:name=systemd:/\n4:cpuset,memory:/a/b\n", "4:memory:/a/b\n0::/c\n"
@@ -70,8 +91,6 @@ def test_only_visible_devices_count(tmp_path: Path, visible: str, expected: int)
     assert device_count("npu", tmp_path, {"ASCEND_RT_VISIBLE_DEVICES": ""}) == 0
 
 
-def test_a_device_without_files_is_found_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "device_count", lambda kind: 0)
-    for count in (0, 2):
-        monkeypatch.setattr(machine, "_driver_devices", lambda count=count: count)
-        assert machine.has_device("cuda") == (count > 0) and not machine.has_device("npu")
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_device_without_files_is_found_by_the_driver(count: int, tmp_path: Path) -> None:
+    assert has_device("cuda", tmp_path, lambda: count) == (count > 0) and not has_device("npu", tmp_path, lambda: count)

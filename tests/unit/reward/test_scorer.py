@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from polyreme_reward import scorer as scoring
 from polyreme_reward.items import Item, Outcome, Status, failed, ok
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BadBatch, RequestRejected, Scorer
@@ -102,14 +101,10 @@ async def test_a_key_is_scored_once() -> None:
     assert reward.asked == 3, "k1 once, the item without a key twice"
 
 
-@pytest.mark.parametrize("bound", [{"_REMEMBERED": 2}, {"_REMEMBERED_TOKENS": 4}])
-async def test_the_remembered_answers_are_bounded_by_their_number_and_by_their_token_rewards(
-    monkeypatch: pytest.MonkeyPatch, bound: dict[str, int]
-) -> None:
-    for name, value in bound.items():
-        monkeypatch.setattr(scoring, name, value)
+@pytest.mark.parametrize("bound", [{"remembered": 2}, {"remembered_tokens": 4}])
+async def test_the_remembered_answers_are_bounded_by_their_number_and_by_their_token_rewards(bound: dict[str, int]) -> None:
     reward = Scripted(x=Outcome(Status.OK, 1.5, token_rewards=(1.0, 0.5)))
-    service = scorer(reward)
+    service = Scorer([reward], 100, RewardMetrics(), None, None, **bound)
     for key in "abc" * 2:  # the oldest is forgotten when the third one arrives
         await service.score([item("x", key=key)])
     assert reward.asked == 6

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from polyreme_rollout.local.sample_request import SampleRequest, admitted
+from polyreme_rollout.local.sample_request import SampleRequest, admitted, fitting
 
 A, B, C = Path("a"), Path("b"), Path("c")
 
@@ -19,6 +19,16 @@ def test_no_request_overtakes_the_first_for_ever() -> None:
     assert admitted([C, A, None], {A, B}, 2) == []
     assert admitted([A, C], {A, B}, 2) == [0]
     assert admitted([C, A], {B}, 2) == [0]
+
+
+def test_requests_start_while_their_samples_have_room() -> None:
+    """A larger one runs alone, and no later one overtakes it."""
+    assert fitting([4, 4, 1], 0, 8) == 2
+    assert fitting([4, 1], 5, 8) == 0
+    assert fitting([3, 1], 5, 8) == 1
+    assert fitting([20, 1], 0, 8) == 1
+    assert fitting([20, 1], 1, 8) == 0
+    assert fitting([], 0, 8) == 0
 
 
 def test_a_saved_model_has_the_rank_of_its_adapter(tmp_path: Path) -> None:

@@ -4,16 +4,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from polyreme.config.load import load_config
 from polyreme.errors import AbsentError, ConfigError, DataError, PolyremeError
-from polyreme.rundir import checks
-from polyreme.rundir.checks import Findings, SeveralErrors, check_run, findings
+from polyreme.process.machine import has_device
+from polyreme.rundir.checks import GROUP, Findings, SeveralErrors, check_run, findings
+from polyreme_trainer.checks import check_device
 
 REWARD = """
 import torch_is_not_imported_by_a_check
@@ -102,18 +101,12 @@ def test_a_missing_model_is_one_error_with_a_hint_that_fits(config_file: Path) -
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_a_device_that_this_machine_lacks_is_an_error(config_file: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def has(kind: str, answer: bool) -> bool:
-        asked.append(kind)
-        return answer
-
-    monkeypatch.setattr("polyreme_trainer.checks.has_device", partial(has, answer=False))
-    [error] = found(config_file, f"device={kind}").errors
+def test_a_device_that_this_machine_lacks_is_an_error(config_file: Path, kind: str) -> None:
+    [error] = check_device(kind, lambda asked: asked != kind)
     assert isinstance(error, AbsentError) and f"device: {kind}" in error.expected
-    monkeypatch.setattr("polyreme_trainer.checks.has_device", partial(has, answer=True))
-    assert found(config_file, f"device={kind}").errors == () and asked == [kind, kind]
+    assert not [*check_device(kind, lambda asked: asked == kind)]
+    expected = [] if has_device(kind) else [str(error)]
+    assert [str(each) for each in found(config_file, f"device={kind}").errors] == expected
 
 
 def test_rows_without_the_label_that_a_reward_needs(config_file: Path) -> None:
@@ -267,19 +260,23 @@ def test_what_another_service_lacks_here_is_a_notice(config_file: Path) -> None:
         check_run(config, only="reward")
 
 
-def test_a_check_may_raise_or_yield(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point:
-        name = "other"
+OTHER_CHECK = """
+from polyreme.errors import ConfigError, DataError
 
-        def load(self) -> checks.Check:
-            def check(config: object) -> Iterator[str | PolyremeError]:
-                yield "a notice"
-                yield ConfigError("a", "b", "c")
-                raise DataError("d", "e", "f")
+def check(config):
+    yield "a notice"
+    yield ConfigError("a", "b", "c")
+    raise DataError("d", "e", "f")
+"""
 
-            return check
 
-    monkeypatch.setattr(checks, "entry_points", lambda group: [Point()])
+def test_a_check_may_raise_or_yield(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an installed package."""
+    (tmp_path / "other-1.dist-info").mkdir()
+    (tmp_path / "other-1.dist-info" / "METADATA").write_text("Name: other\nVersion: 1\n")
+    (tmp_path / "other-1.dist-info" / "entry_points.txt").write_text(f"[{GROUP}]\nother = package_with_a_check:check\n")
+    (tmp_path / "package_with_a_check.py").write_text(OTHER_CHECK)
+    monkeypatch.syspath_prepend(tmp_path)
     result = found(config_file)
     assert result.notices == ("a notice",) and [type(error) for error in result.errors] == [ConfigError, DataError]
 

@@ -16,7 +16,8 @@ from polyreme.display.report import activities, plain_line, replay, report
 from polyreme.display.summary import redis_bytes, summary_lines
 from polyreme.errors import ConfigError
 from polyreme.experience.metric_records import read_record
-from polyreme.rundir.progress import LOADING_SECONDS, Progress, comparable
+from polyreme.rundir.evaluations import comparable
+from polyreme.rundir.progress import LOADING_SECONDS, Progress
 from support.configs import run_config
 from support.record_lines import read_evaluation
 

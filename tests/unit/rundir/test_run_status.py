@@ -18,7 +18,7 @@ from polyreme.rundir.reader import RunReader
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.rundir.run_records import write_summary
 from polyreme.rundir.run_status import RunStatus, directory_status
-from polyreme.terminal.table import aligned, fitted
+from polyreme.terminal.terminal import aligned, fitted
 from support.recorded_run import record_run
 
 
@@ -95,6 +95,21 @@ def test_a_run_says_what_it_waits_for(tmp_path: Path) -> None:
         assert status_lines([directory_status(tmp_path)], now=0.0)[-1] == "run-1: waiting for experience"
     progress.add({"time": 2.0, "kind": "rollout", "iteration": 1, "time/rollout_wait": 0.0})
     assert progress.waiting == ""
+
+
+def test_each_of_several_orchestrators_is_shown_while_they_work(tmp_path: Path) -> None:
+    progress = Progress(1)
+    planned = {"kind": "rollout", "iteration": 1, "time/rollout_wait": 0.0}
+    progress.add({"time": 1.0, **planned})
+    assert progress.summary()["orchestrators"] == {}, "one is not worth a line"
+    progress.add({"time": 2.0, "kind": "restart", "process": "orchestrator-1"})
+    progress.add({"time": 3.0, **planned, "groups": [3, 2]})
+    write_run_file(tmp_path, RunFile("run-1", "embedded"))
+    write_summary(tmp_path, "run-1", RunState.RUNNING, "", progress.summary())
+    with owned(tmp_path):
+        line = status_lines([directory_status(tmp_path)], now=0.0)[-1]
+    assert line == "run-1: orchestrator 3 groups; orchestrator-1 2 groups, 1 restarts"
+    assert directory_status(tmp_path).orchestrators == {}, "they have ended with their run"
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_keys_that_accept_only_some_values() -> None:
         ("bash", "polyreme dpo run.yaml loss.kind = kt", "5", "kto"),
         ("bash", "polyreme init --reward nu", "3", "numeric"),
         ("bash", "polyreme doctor --device cu", "3", "cuda"),
+        ("bash", "polyreme up", "1", "upgrade-config"),  # also a whole name may be the beginning of another one
     ],
 )
 def test_a_shell_gets_values(shell: str, line: str, word: str, found: str) -> None:

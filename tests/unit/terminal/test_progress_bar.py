@@ -1,7 +1,7 @@
 """Progress bars of long work."""
 
 import io
-import sys
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -19,8 +19,8 @@ def test_a_terminal_shows_a_bar_of_its_width(width: int, monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    assert list(counted(range(1000), "read[ing]", 1000)) == list(range(1000))
+    with redirect_stderr(shown):
+        assert list(counted(range(1000), "read[ing]", 1000)) == list(range(1000))
     drawn = shown.getvalue()
     assert "read[ing]" in drawn and "100%" in drawn and "-:--:--" in drawn
 
@@ -39,7 +39,6 @@ def test_a_wait_of_unknown_length_shows_its_time_and_leaves_nothing(monkeypatch:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    with waiting("loading [a] model"):
+    with redirect_stderr(shown), waiting("loading [a] model"):
         pass
     assert "loading [a] model 0:00:0" in shown.getvalue() and shown.getvalue().endswith("\x1b[2K")

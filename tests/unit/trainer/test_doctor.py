@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer import doctor
 from polyreme_trainer.doctor import (
     _children,
     collective_verdict,
@@ -104,9 +103,7 @@ def test_a_process_that_hangs_ends_at_the_deadline(tmp_path: Path, monkeypatch: 
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    monkeypatch.setattr(doctor, "_MODULE", "hangs")
-    monkeypatch.setattr(doctor, "SECONDS", 3.0)
-    answers, failure = _children(["npu"], 3)
+    answers, failure = _children(["npu"], 3, "hangs", 3.0)
     assert answers == [] and failure is not None and "no answer within 3 s" in failure
     for path in (tmp_path / "pids").iterdir():
         with pytest.raises(ProcessLookupError):

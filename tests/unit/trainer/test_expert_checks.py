@@ -12,7 +12,7 @@ from polyreme.config.trainer import LoraConfig, RunMoeConfig
 from polyreme.errors import ConfigError
 from polyreme_rollout.replica import check_routes
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
-from polyreme_trainer.expert_checks import check_experts
+from polyreme_trainer.checks import check_experts
 from support.configs import GLM4_MOE, LLAMA, MIXTRAL, run_config
 
 

@@ -75,12 +75,11 @@ def test_gaps_around_the_escape_word(gap: int) -> None:
         sparse.decode(frame, 2, 2 * gap - 1)
 
 
-def test_comparison_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "COMPARED_BYTES", 16)
+def test_comparison_in_pieces() -> None:
     before, after = np.zeros(1000, "<u4"), np.zeros(1000, "<u4")
     after[[0, 3, 4, 500, 999]] = 7
-    assert sparse.find_changes(before, after).tolist() == [0, 3, 4, 500, 999]
-    assert sparse.find_changes(before[:0], after[:0]).tolist() == []
+    assert sparse.find_changes(before, after, at_once=16).tolist() == [0, 3, 4, 500, 999]
+    assert sparse.find_changes(before[:0], after[:0], at_once=16).tolist() == []
 
 
 def test_nan_payloads_and_minus_zero_are_changes() -> None:

@@ -70,6 +70,20 @@ class Sessions(Protocol):
         ...
 
 
+class AllSessions:
+    """The sessions of a server that has a running product's beside those of agents."""
+
+    def __init__(self, agents: Sessions, product: Sessions) -> None:
+        self._agents, self._product = agents, product
+
+    def find(self, key: str, id: str | None) -> OpenSession:
+        """See `Sessions`."""
+        try:
+            return self._agents.find(key, id)
+        except RefusedRequestError:
+            return self._product.find(key, id)
+
+
 Answer = Callable[[OpenSession, bytes, bool], Awaitable[Response]]
 """Answers a request, by its body and whether it is NeMo Gym's."""
 
@@ -77,11 +91,6 @@ Answer = Callable[[OpenSession, bytes, bool], Awaitable[Response]]
 def is_session_path(path: str) -> bool:
     """Whether a path is one of this module, whose requests present a session's key in place of the run's token."""
     return _OPEN.match(path) is not None
-
-
-def base_url(server: str, id: str) -> str:
-    """The address of a session, by its id, on a server `http://host:port`."""
-    return f"{server}/s/{id}/v1"
 
 
 def session_routes(sessions: Sessions) -> list[Route]:
@@ -112,7 +121,7 @@ def session_routes(sessions: Sessions) -> list[Route]:
 
 async def _key(request: Request) -> str:
     """The key of a request: `model` below `_BY_MODEL`, else as `key_of`."""
-    if request.url.path.startswith(f"{_BY_MODEL}/"):
+    if request.scope["path"].startswith(f"{_BY_MODEL}/"):
         return str(read_object(await request.body()).get("model"))
     return key_of(request)
 

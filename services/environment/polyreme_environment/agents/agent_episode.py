@@ -7,6 +7,7 @@ has `step_timeout` seconds to give its reward. While turns are sampled, the call
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
@@ -44,37 +45,39 @@ class AgentEpisode:
         self._idle_since = time.monotonic()
         self._deadline = self._idle_since + self._config.max_seconds
         run = asyncio.ensure_future(self._runner.run(row, self._url, self._session.key))
-        asking, reading = asyncio.ensure_future(self._session.next()), _read(answers)
+        reading = asyncio.ensure_future(self._read(answers))
         try:
-            while True:
-                left = None if self._session.sampling else max(0.0, self._deadline - time.monotonic())
-                tasks: set[asyncio.Task[object]] = {run, asking, reading}
-                await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if reading.done():
-                    if (request := reading.result()) is None:
-                        return
-                    if request.HasField("delta"):
-                        self._session.told(request.delta)
-                    else:
-                        self._take(request.answer)
-                    reading = _read(answers)
+            for task in (run, reading):
+                task.add_done_callback(lambda _: self._session.wake())
+            while not reading.done():
+                left = None if self._session.sampling else self._deadline - time.monotonic()
                 if run.done():
                     yield self._ended(run)
                     return
-                if asking.done():
-                    found = asking.result()
+                if (found := self._session.take()) is not None:
                     yield AgentMoved(withdrawn=found.number) if isinstance(found, Withdrawn) else self._asked(found)
-                    asking = asyncio.ensure_future(self._session.next())
-                elif not self._session.sampling and time.monotonic() >= self._deadline:
-                    if self._session.over:
-                        yield self._ending(Result(), f"it went on for {self._config.step_timeout:g} s after a bound")
-                        return
+                elif left is None or left > 0:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(left):
+                            await self._session.changed()
+                elif self._session.over:
+                    yield self._ending(Result(), f"it went on for {self._config.step_timeout:g} s after a bound")
+                    return
+                else:
                     self._session.end(f"the episode has reached environment.max_seconds = {self._config.max_seconds:g}")
                     self._deadline += self._config.step_timeout
+            reading.result()
         finally:
-            for task in (run, asking, reading):
+            for task in (run, reading):
                 task.cancel()
-            await asyncio.gather(run, asking, reading, return_exceptions=True)
+            await asyncio.gather(run, reading, return_exceptions=True)
+
+    async def _read(self, answers: AsyncIterator[pb.RunRequest]) -> None:
+        async for request in answers:
+            if request.HasField("delta"):
+                self._session.told(request.delta)
+            else:
+                self._take(request.answer)
 
     def _take(self, answer: pb.Answer) -> None:
         self._idle_since = time.monotonic()
@@ -106,7 +109,3 @@ class AgentEpisode:
         rewards = self._session.take_rewards()
         seconds = 0.0 if self._session.sampling else time.monotonic() - self._idle_since
         return AgentMoved(reward=result.reward or 0.0, done=True, parts=result.metrics, rewards=rewards, seconds=seconds)
-
-
-def _read(answers: AsyncIterator[pb.RunRequest]) -> "asyncio.Task[pb.RunRequest | None]":
-    return asyncio.ensure_future(anext(answers, None))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme_environment.agents.address import base_url
+from polyreme.experience.online import session_url
 from polyreme_environment.agents.agent_episode import AgentEpisode
 from polyreme_environment.agents.runners import Runner
 from polyreme_environment.agents.session import SessionLimits
@@ -67,6 +67,6 @@ class AgentPool:
         self._playing += 1
         try:
             with self._sessions.opened(limits) as session, self._metrics.playing.track_inprogress():
-                yield AgentEpisode(self._config, self._runner, session, base_url(self.server, session.id), self._rewarded)
+                yield AgentEpisode(self._config, self._runner, session, session_url(self.server, session.id), self._rewarded)
         finally:
             self._playing -= 1

@@ -7,8 +7,9 @@ ids. A text continues the longest turn whose text it repeats. Pure.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from polyreme.dataset.chat import Message
 
@@ -31,20 +32,17 @@ class AgentConversation:
         self._texts: dict[str, int] = {}  # the same for a text
         self._kept: dict[int, _Kept | None] = {}
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, list[Message]]:
+    def place(self, messages: Sequence[Message], known_by: Sequence[bytes]) -> tuple[int, list[Message]]:
         """The number of the turn that a request follows, and the messages behind it; (0, all messages) if it follows none.
 
         Args:
             messages: at least one; the last one is not an answer.
-            tools: those of the request. Other tools are another conversation, since the template shows them at its beginning.
+            known_by: their digests.
         """
-        return self._behind(messages, list(_digests(messages, tools)))
-
-    def _behind(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[int, list[Message]]:
         for end in range(len(messages) - 1, 0, -1):
             if messages[end]["role"] == "assistant":
                 break
-            if (turn := self._turns.get(digests[end - 1])) is not None:
+            if (turn := self._turns.get(known_by[end - 1])) is not None:
                 return turn, list(messages[end:])
         return 0, list(messages)
 
@@ -54,12 +52,12 @@ class AgentConversation:
         return self._texts.get(begins, 0), text[len(begins) :]
 
     def add(
-        self, number: int, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = (), *, instructions: int = 0
+        self, number: int, messages: Sequence[Message], known_by: Sequence[bytes], answer: Message, *, instructions: int = 0
     ) -> None:
         """Adds the answer to a request, as a turn of this number. `instructions`: see `TurnRequest`."""
-        *digests, digest = _digests([*messages, answer], tools)
-        after, behind = self._behind(messages, digests)
+        after, behind = self.place(messages, known_by)
         self._kept[number] = _Kept(after, behind, instructions, answer)
+        digest = _digest(known_by[-1], answer)
         self._turns[digest] = max(number, self._turns.get(digest, 0))
 
     def add_text(self, number: int, text: str | None) -> None:
@@ -77,12 +75,14 @@ class AgentConversation:
         return found or None
 
 
-def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[bytes]:
-    """A digest of the tools and the messages up to each one."""
-    digest = json.dumps(tools, sort_keys=True).encode()
-    for message in messages:
-        digest = hashlib.sha256(digest + json.dumps(_known_by(message)).encode()).digest()
-        yield digest
+def digests(messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[bytes]:
+    """By which a conversation is known up to each of its messages. Other tools make another conversation, since the template shows them at its
+    beginning."""
+    return list(accumulate(messages, _digest, initial=json.dumps(tools, sort_keys=True).encode()))[1:]
+
+
+def _digest(before: bytes, message: Message) -> bytes:
+    return hashlib.sha256(before + json.dumps(_known_by(message)).encode()).digest()
 
 
 def _known_by(message: Message) -> list[object]:

@@ -8,10 +8,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from polyreme.dataset.chat import Chat, Message, read_chat
 from polyreme.errors import DataError
+from polyreme_environment.agents.conversation import digests
 
 Asked = Mapping[str, Any]
 """The JSON object of a request."""
@@ -93,6 +95,11 @@ class TurnRequest:
     instructions: int = 0
     streams: bool = False
 
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """See `conversation.digests`. (A long conversation costs the most here, so they are made once.)"""
+        return digests(self.messages, self.tools)
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -131,9 +138,18 @@ def read_object(body: bytes) -> dict[str, object]:
 
 
 def digest(api: str, asked: Asked) -> bytes:
-    """Of a request to an API. Whether the reply is a stream makes no difference."""
+    """Of a request to an API. Whether the reply is a stream makes no difference.
+
+    Raises RefusedRequestError for half a character, which an escape of JSON may stand for.
+    """
     told = {key: value for key, value in asked.items() if key not in ("stream", "stream_options") and value is not None}
-    return hashlib.sha256(f"{api} {json.dumps(told, sort_keys=True)}".encode()).digest()
+    try:
+        text = json.dumps(told, ensure_ascii=False, sort_keys=True).encode()
+    except UnicodeEncodeError:
+        for key, value in told.items():
+            check_unicode(value, f"`{key}`")
+        raise
+    return hashlib.sha256(api.encode() + text).digest()
 
 
 def read_conversation(messages: object, tools: object, what: str) -> Chat:
@@ -142,14 +158,13 @@ def read_conversation(messages: object, tools: object, what: str) -> Chat:
         chat = read_chat(messages, what, tools)
     except DataError as error:
         raise bad(str(error)) from None
-    check_unicode([chat.messages, chat.tools], f"{what} and `tools`")
     if chat.messages[-1]["role"] == "assistant":
         raise bad(f"expected {what} that end before the answer; found an answer at their end. Remove it.")
     return chat
 
 
 def check_unicode(value: object, what: str) -> None:
-    """Raises RefusedRequestError for half a character, which an escape of JSON may stand for."""
+    """Raises RefusedRequestError for half a character."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -188,13 +203,13 @@ def read_temperature(asked: Asked) -> float | None:
 
 def read_stop(asked: Asked, key: str) -> tuple[str, ...]:
     """A text or a list of texts. Raises RefusedRequestError."""
-    value = asked.get(key) or []
+    if not (value := asked.get(key)):
+        return ()
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(each, str) and each for each in texts):
         raise bad(
             f"expected `{key}` to be at most {_STOPS} texts that are not empty; found {value!r:.{_SHOWN}}. Fix the request."
         )
-    check_unicode(texts, f"`{key}`")
     return tuple(texts)
 
 

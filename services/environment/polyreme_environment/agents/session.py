@@ -152,16 +152,19 @@ class AgentSession:
         its last stream is closed. Raises RefusedRequestError."""
         pending = self._pending(request)
         pending.streams += 1
+        shown: PartialTurn | None = None
         try:
             while not pending.answer.done():
                 grown = asyncio.ensure_future(pending.grown.wait())
-                if pending.so_far is not None:
-                    yield pending.so_far
+                if (shown := pending.so_far) is not None:
+                    yield shown
                 try:
                     waits: set[asyncio.Future[Any]] = {grown, pending.answer}
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     grown.cancel()
+            if pending.so_far is not None and pending.so_far is not shown:
+                yield pending.so_far  # a refusal may follow it
             yield await asyncio.shield(pending.answer)
         finally:
             pending.streams -= 1
@@ -194,14 +197,17 @@ class AgentSession:
         return rewards
 
     async def next(self) -> Asked | Withdrawn:
-        """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled. It is sampled until `sampled` or
-        `refused`."""
-        while True:
-            while not self._withdrawn and (not self._waiting or len(self._sampling) >= self._limits.at_once):
-                self._changed.clear()
-                await self._changed.wait()
-            if self._withdrawn:
-                return Withdrawn(self._withdrawn.popleft())
+        """Waits for what `take` gives."""
+        while (found := self.take()) is None:
+            await self.changed()
+        return found
+
+    def take(self) -> Asked | Withdrawn | None:
+        """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled; None: neither. It is sampled until
+        `sampled` or `refused`."""
+        while not self._withdrawn:
+            if not self._waiting or len(self._sampling) >= self._limits.at_once:
+                return None
             self._newest += 1
             pending = self._sampling[self._newest] = self._waiting.popleft()
             pending.number = self._newest
@@ -211,6 +217,16 @@ class AgentSession:
                 return asked
             found = f"expected at most environment.max_message_chars = {limit} new characters in a request; found {chars}"
             self.refused(asked.number, found)
+        return Withdrawn(self._withdrawn.popleft())
+
+    async def changed(self) -> None:
+        """Waits until `take` may give something else than before, or for `wake`. For one caller."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def wake(self) -> None:
+        """Ends the wait of `changed`."""
+        self._changed.set()
 
     def _placed(self, number: int, request: TurnRequest) -> Asked:
         if isinstance(request.prompt, str):
@@ -218,7 +234,7 @@ class AgentSession:
             return Asked(number, request, after, [], text, [])
         if request.prompt is not None:
             return Asked(number, request, 0, [], None, [])
-        after, messages = self._conversation.place(request.messages, request.tools)
+        after, messages = self._conversation.place(request.messages, request.digests)
         return Asked(number, request, after, messages, None, self._made(after, messages))
 
     def history(self, turn: str) -> list[Message]:
@@ -285,7 +301,7 @@ class AgentSession:
             self._conversation.add_text(number, request.prompt + answer.text if isinstance(request.prompt, str) else None)
         else:
             message = {**turn.message, "content": said.content}
-            self._conversation.add(number, request.messages, message, request.tools, instructions=request.instructions)
+            self._conversation.add(number, request.messages, request.digests, message, instructions=request.instructions)
         pending.answer.set_result(turn)
 
     def _made(self, after: int, messages: list[Message]) -> list[ToolCall]:

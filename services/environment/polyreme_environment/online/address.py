@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polyreme.errors import StoreError
-from polyreme_environment.agents.address import base_url, key_of, read_reward, read_task, refusal, unavailable
+from polyreme.experience.online import session_url
+from polyreme_environment.agents.address import key_of, read_reward, read_task, refusal, unavailable
 from polyreme_environment.agents.request import RefusedRequestError, read_object
 from polyreme_environment.online.pool import OnlinePool
 
@@ -30,7 +31,7 @@ def online_routes(pool: OnlinePool) -> list[Route]:
         task = read_task(read_object(body)) if body else ""
         id, key, kept = await pool.open(task)
         server = pool.url or str(request.base_url).removesuffix("/")  # as the product has reached it, through a proxy or not
-        return JSONResponse({"id": id, "base_url": base_url(server, id), "api_key": key, "task": task, "recorded": kept})
+        return JSONResponse({"id": id, "base_url": session_url(server, id), "api_key": key, "task": task, "recorded": kept})
 
     async def rewarded(request: Request) -> Response:
         id = request.path_params["id"]

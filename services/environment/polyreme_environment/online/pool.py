@@ -5,7 +5,6 @@ stream, or its client is told so. Turns in progress, and requests of a session, 
 """
 
 import asyncio
-import hashlib
 import hmac
 import secrets
 from collections import deque
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig, OnlineConfig
-from polyreme.experience.online import OnlineSessions
+from polyreme.experience.online import OnlineSessions, session_key
 from polyreme.experience.run import Run
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import RefusedRequestError
@@ -171,8 +170,8 @@ class OnlinePool:
         return id, self.key_of(id), kept
 
     def key_of(self, id: str) -> str:
-        """The key of a session: derived, so that every server knows it."""
-        return f"{id}.{hmac.digest(self._key.encode(), f'session {id}'.encode(), hashlib.sha256).hex()}"
+        """The key of a session."""
+        return session_key(self._key, id)
 
     def find(self, key: str, id: str | None) -> "_Session":
         """See `Sessions`."""

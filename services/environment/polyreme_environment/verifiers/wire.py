@@ -6,7 +6,6 @@ Invariant: every request ends with its reply or an error. A run whose caller lea
 """
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,9 +16,6 @@ import zmq
 import zmq.asyncio
 
 from polyreme.isolation.processes import INVALID_MESSAGE
-
-logger = logging.getLogger(__name__)
-
 
 REPLY_BYTES = 64 << 20
 """Maximum of all that a server says of one run."""

@@ -224,23 +224,12 @@ def _reply(job: _Job, message: Any) -> tuple[Outcome, bool, bool]:
 
 
 class PooledReward:
-    """A reward that runs in the pool's workers."""
+    """A reward that runs in the workers of a pool that has started."""
 
     def __init__(self, name: str, weight: float, pool: WorkerPool, index: int, correctness: bool) -> None:
         self.name, self.weight, self.correctness = name, weight, correctness
         self._pool, self._index = pool, index
-
-    @property
-    def version(self) -> str:
-        return self._pool.facts[self._index][0]
-
-    @property
-    def description(self) -> str:
-        return self._pool.facts[self._index][1]
-
-    @property
-    def reads_tokens(self) -> bool:
-        return self._pool.facts[self._index][2]
+        self.version, self.description, self.reads_tokens = pool.facts[index]
 
     @property
     def available(self) -> bool:

@@ -136,14 +136,8 @@ class ModelReward:
         self._deadline: asyncio.Timeout | None = None
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def version(self) -> str:
-        return self._processes.facts[0][0]
-
-    @property
-    def description(self) -> str:
-        return self._processes.facts[0][1]
-
+    version: str
+    description: str
     reads_tokens = False
 
     @property
@@ -162,6 +156,7 @@ class ModelReward:
         except BaseException:
             self._processes.close()
             raise
+        self.version, self.description, _ = self._processes.facts[0]
         self._task = asyncio.create_task(self._serve(worker))
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:

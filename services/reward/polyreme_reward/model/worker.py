@@ -15,7 +15,6 @@ from polyreme.errors import ConfigError
 from polyreme.experience.loading import Loaded
 from polyreme.isolation.wire import Setup, encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
-from polyreme_reward.model.batches import next_batch
 
 
 class LoadedClassifier(Protocol):
@@ -71,3 +70,30 @@ def run(channel: socket.socket, classifier: LoadedClassifier, setup: Setup) -> i
 def _say(channel: socket.socket, begin: list[int] | None = None, done: list[tuple[int, Outcome]] | None = None) -> None:
     answers = [[number, outcome.status, outcome.value, outcome.message] for number, outcome in done or ()]
     channel.sendall(encode({"begin": begin or [], "done": answers}))
+
+
+def next_batch(lengths: Sequence[int], budget: int) -> list[int]:
+    """Chooses the oldest text and the texts of most similar length that fit: their padded size is within the budget, unless it is the oldest
+    alone. Pure.
+
+    Args:
+        lengths: number of tokens of each waiting text, oldest first. Not empty.
+        budget: maximum of the longest length times the number of texts. A longer text is a batch of its own.
+
+    Returns:
+        Positions in `lengths`, shortest text first.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    low = high = order.index(0)
+    while True:
+        fits = budget // max(lengths[order[high]], 1) > high - low + 1
+        shorter = low > 0 and fits
+        longer = high + 1 < len(order) and budget // max(lengths[order[high + 1]], 1) > high - low + 1
+        if shorter and longer:  # choose the nearer one
+            longer = lengths[order[high + 1]] - lengths[0] < lengths[0] - lengths[order[low - 1]]
+        if longer:
+            high += 1
+        elif shorter:
+            low -= 1
+        else:
+            return order[low : high + 1]

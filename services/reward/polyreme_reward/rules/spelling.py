@@ -4,7 +4,6 @@ Invariant: the value that a reader sees does not change, and the time is linear 
 """
 
 import re
-import sys
 import unicodedata
 
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
@@ -22,9 +21,12 @@ _SAME = {
 }
 
 
+_SPACES = {code: " " for code in range(0x80, 0x3001) if unicodedata.category(chr(code)) == "Zs"}  # there is none beyond
+_SPACES |= dict.fromkeys(map(ord, _INVISIBLE), "")
+
+
 def _table() -> dict[int, str]:
-    table = {code: " " for code in range(0x80, 0x3001) if unicodedata.category(chr(code)) == "Zs"}
-    table |= dict.fromkeys(map(ord, _INVISIBLE), "")
+    table = dict(_SPACES)
     for code in [
         *range(0xFF01, 0xFF5F),
         *range(0x1D400, 0x1D800),
@@ -37,8 +39,6 @@ def _table() -> dict[int, str]:
 
 
 _CHARACTERS = _table()
-_SPACES = {code: " " for code in range(0x80, sys.maxunicode) if unicodedata.category(chr(code)) == "Zs"}
-_SPACES |= dict.fromkeys(map(ord, _INVISIBLE), "")
 _RAISED = {
     char: unicodedata.normalize("NFKC", char)
     for char in "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207f\u2071"

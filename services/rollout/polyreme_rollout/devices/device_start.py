@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from polyreme.errors import RunFailedError
 from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import connect
+from polyreme.experience.store import connect, connected
 from polyreme.process.lifecycle import die_with_parent
 from polyreme_rollout.run_spec import RunSpec
 
@@ -65,16 +65,12 @@ def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[StartupGra
 
 async def release(redis_url: str, run_id: str, held: StartupGrant) -> None:
     """Ends the grant now, not at its deadline. Raises StoreError."""
-    redis = await connect(redis_url)
-    try:
+    async with connected(redis_url) as redis:
         await DeviceLease(Run(redis, run_id), "generate", held.holder, counter=held.counter).give_up()
-    finally:
-        await redis.aclose()
 
 
 async def _acquire(redis_url: str, run_id: str, holder: str) -> int:
-    redis = await connect(redis_url)
-    try:
+    async with connected(redis_url) as redis:
         run = Run(redis, run_id)
 
         async def goes_on() -> None:
@@ -86,8 +82,6 @@ async def _acquire(redis_url: str, run_id: str, holder: str) -> int:
                 sys.exit()
 
         return (await DeviceLease(run, "generate", holder).acquire(alive=goes_on)).counter
-    finally:
-        await redis.aclose()
 
 
 async def _renew(parent: int, holder: str, counter: int) -> None:

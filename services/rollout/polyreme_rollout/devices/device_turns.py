@@ -19,7 +19,6 @@ from polyreme_rollout.weights.weight_swap import WeightSwapper
 PUSH_TIMEOUT = 60.0
 """Seconds that a woken engine waits for the version that the learner has announced."""
 
-RETRY_SECONDS = 0.5
 """Seconds between two attempts to change the holder. The client itself retries for a minute before each of them."""
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ class ReplicaTurns:
     Args:
         lease: the device lease, which has a grant, and without which the swapper does not continue sampling.
         engine, swapper, running, metrics: parts of the replica. The engine is awake.
+        retry_seconds: pause while Redis cannot be reached.
     """
 
     def __init__(
@@ -40,7 +40,9 @@ class ReplicaTurns:
         swapper: WeightSwapper,
         running: RunningSequences,
         metrics: ReplicaMetrics,
+        retry_seconds: float = 0.5,
     ) -> None:
+        self._retry_seconds = retry_seconds
         self._lease, self._engine, self._swapper = lease, engine, swapper
         self._running, self._metrics = running, metrics
 
@@ -88,7 +90,7 @@ class ReplicaTurns:
                 return await self._lease.acquire()
             except StoreError as error:
                 logger.warning("the devices could not be released or acquired, retrying: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(self._retry_seconds)
 
     async def _wait_for_version(self, grant: Grant, holding: "asyncio.Future[None]") -> None:
         """Waits for the commit of the learner's newest version, until the devices are wanted or `PUSH_TIMEOUT` has passed."""

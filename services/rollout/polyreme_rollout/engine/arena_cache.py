@@ -4,22 +4,31 @@ Invariant: `at` returns the arena that a path names now. `with_nonce` returns th
 replaced the file. At most MAX_ARENAS arenas stay mapped.
 """
 
+from importlib import import_module
+
 from polyreme.weights.arena import Arena, ArenaError, identity
 
 MAX_ARENAS = 2  # the current one, and the one that may hold the previously served version
 
 
 class ArenaCache:
-    """Read-only arenas. Not thread-safe."""
+    """Read-only arenas. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        device: the kind of device to which tensors are copied. For cuda, arenas are page-locked.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._by_file: dict[tuple[int, int], Arena] = {}
 
     def at(self, path: str) -> Arena:
         """Returns the arena that `path` names now. Raises ArenaError."""
         file = identity(path)
         if file not in self._by_file:
-            self._by_file[file] = Arena.open(path)
+            self._by_file[file] = arena = Arena.open(path)
+            if self._device == "cuda":
+                arena.page_lock(import_module("torch"))
             for old in list(self._by_file)[:-MAX_ARENAS]:
                 self._by_file.pop(old).close()
         return self._by_file[file]

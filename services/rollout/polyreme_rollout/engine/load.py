@@ -6,6 +6,7 @@ Invariant: only the chosen engine is imported.
 from importlib.metadata import EntryPoint, entry_points
 
 from polyreme.errors import ConfigError
+from polyreme.process.quick_imports import quick_imports
 from polyreme_rollout.engine.protocol import EngineFactory
 
 GROUP = "polyreme.engines"
@@ -13,7 +14,8 @@ GROUP = "polyreme.engines"
 
 def load_engine(name: str) -> EngineFactory:
     """The factory of the engine `name`. Raises ConfigError as `find_engine`."""
-    factory: EngineFactory = find_engine(name).load()
+    with quick_imports():
+        factory: EngineFactory = find_engine(name).load()
     return factory
 
 

@@ -32,7 +32,6 @@ class Codec(Protocol):
 
     def chat(self, chat: Chat) -> list[int]:
         """The tokens of a conversation, up to where the answer begins. Raises DataError if the template refuses it."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -94,7 +93,7 @@ class _Chat(_Asked):
     messages: list[dict[str, object]] = Field(min_length=1)
     tools: list[dict[str, object]] | None = Field(None, min_length=1)
     tool_choice: Literal["none"] | None = None  # no parser reads calls from the answer
-    chat_template_kwargs: dict[Literal["tools"], object] = {}  # those of `chat_requests`
+    chat_template_kwargs: dict[Literal["tools"], object] = {}  # those of `ChatRequests`
     max_completion_tokens: int | None = Field(None, ge=1)
 
 

@@ -8,12 +8,13 @@ policy changed; `sleep` loses no request. tests/contract/test_engine_conformance
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.manifest import ArenaSource
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI  # the check of a configuration imports this module
 
 CHUNK_TOKENS = 16
 """Tokens per chunk, if the engine supports it. A chunk costs one wake-up, as a single token would."""
@@ -126,12 +127,10 @@ class InferenceEngine(Protocol):
     @property
     def name(self) -> str:
         """Name and release of the engine, for display."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Upper bound of the tokens of prompt, prefix and response."""
-        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -139,25 +138,20 @@ class InferenceEngine(Protocol):
     @property
     def weight_names(self) -> frozenset[str]:
         """Hugging Face names of all tensors of the model, without aliases. Known after `open`."""
-        ...
 
     @property
     def reports_routes(self) -> bool:
         """Whether `generate` reports the experts of every token."""
-        ...
 
     @property
     def dead(self) -> bool:
         """Whether the engine's processes have exited."""
-        ...
 
     async def open(self) -> None:
         """Connects the engine to the running event loop. Raises EngineDeadError."""
-        ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         """Samples one request. Closing the iterator aborts it. Raises EngineDeadError."""
-        ...
 
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
@@ -168,49 +162,39 @@ class InferenceEngine(Protocol):
         Raises:
             EngineDeadError: the engine has died.
         """
-        ...
 
     async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
         """For each of ids[1:], the `count` most likely tokens given the tokens before it. Otherwise as `logprobs`."""
-        ...
 
     async def pause(self) -> None:
         """Stops sampling between two steps. Running requests are kept, new ones wait. Raises EngineDeadError."""
-        ...
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         """Stops sampling like `pause`, and loads all parts of a version. Raises LoadError, EngineDeadError."""
-        ...
 
     async def resume(self) -> None:
         """Continues sampling. After `sleep` and `wake`, takes the cache's memory back first. Raises EngineDeadError."""
-        ...
 
     async def sleep(self) -> Slept:
         """Leaves the device to others, while paused. Running requests are kept. Raises EngineDeadError."""
-        ...
 
     async def wake(self) -> None:
         """Takes back the memory of the weights, which `load` may then replace. Sampling stays paused. Raises EngineDeadError."""
-        ...
 
-    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> "FastAPI":
         """An application that serves the OpenAI-compatible /v1 on this engine.
 
         Args:
             served_name: the model name in requests and replies.
             salt: awaited for each request; see `EngineRequest.salt`. A client's own `cache_salt` is appended.
         """
-        ...
 
     async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
         """Digests of the weights that each worker uses, by the engine's tensor names, one mapping per worker. Raises LoadError,
         EngineDeadError."""
-        ...
 
     def close(self) -> None:
         """Ends the engine's processes. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -229,17 +213,14 @@ class ServesAdapters(Protocol):
     async def load_adapter(self, adapter: ServedAdapter) -> None:
         """Loads an adapter, unless it is loaded. The directory's files are read again if it was evicted, here or with a later request. Raises
         LoadError, EngineDeadError."""
-        ...
 
     async def logprobs(self, ids: Sequence[int], salt: str, adapter: ServedAdapter | None = None) -> Sequence[float]:
         """As `InferenceEngine.logprobs`, with an adapter."""
-        ...
 
     async def top_logprobs(
         self, ids: Sequence[int], count: int, salt: str, adapter: ServedAdapter | None = None
     ) -> Sequence[TopTokens]:
         """As `InferenceEngine.top_logprobs`, with an adapter."""
-        ...
 
 
 class EngineFactory(Protocol):
@@ -252,4 +233,3 @@ class EngineFactory(Protocol):
             model_dir: a directory with the model's config and tokenizer files.
             random_weights: start with arbitrary weights, which a later `load` replaces, instead of those in `model_dir`.
         """
-        ...

@@ -18,6 +18,7 @@ import xxhash
 from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
+from polyreme.process.quick_imports import quick_imports
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.arena_cache import ArenaCache
@@ -46,16 +47,17 @@ MAX_COHORTS = 4
 
 def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "TransformersEngine":
     """An `EngineFactory`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     torch.set_num_threads(config.rollout.transformers.threads)
     dtype = getattr(torch, config.model.dtype)
-    if random_weights:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    with quick_imports():
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        if random_weights:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     rollout = config.rollout
     return TransformersEngine(
         model.eval().to(config.device),
@@ -94,7 +96,7 @@ class TransformersEngine:
         self._running.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._steps: asyncio.Task[None] | None = None
-        self._arenas = ArenaCache()
+        self._arenas = ArenaCache(device)
         self._error = ""
 
     @property

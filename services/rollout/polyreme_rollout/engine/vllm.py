@@ -29,9 +29,9 @@ from polyreme.config.run import RunConfig
 from polyreme.net.endpoint import interface_of
 from polyreme.net.ports import loopback
 from polyreme.process.gloo_device import share_gloo_device
-from polyreme.process.lifecycle import die_with_parent, gc_disabled
+from polyreme.process.lifecycle import die_with_parent
+from polyreme.process.quick_imports import quick_imports
 from polyreme.weights.manifest import ArenaSource
-from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
     EngineDeadError,
     EngineRequest,
@@ -43,10 +43,9 @@ from polyreme_rollout.engine.protocol import (
     TensorDigest,
     TopTokens,
 )
-from polyreme_rollout.engine.scheduler import extend_scheduler
-from polyreme_rollout.engine.sleep import check_sleep
+from polyreme_rollout.engine.scheduler import IN_CHUNKS, extend_scheduler
 from polyreme_rollout.engine.vllm_arguments import engine_arguments
-from polyreme_rollout.engine.vllm_environment import PASSED, engine_environment, foreign
+from polyreme_rollout.engine.vllm_environment import PASSED, check_sleep, engine_environment, foreign
 from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     if sleeps := config.placement == "colocated" and config.device != "cpu":
         check_sleep(os.environ)
     _prepare_environment(config)
-    with gc_disabled():
+    with quick_imports():
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.envs import enable_envs_cache
@@ -294,7 +293,11 @@ class VllmEngine:
             return
         started = time.perf_counter()
         llm, self.llm = self.llm, None
-        llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
+        # Workers have shared memory to remove. One process has only memory to free, which takes Python a second, and the kernel no time.
+        alone = llm.vllm_config.parallel_config.world_size == 1
+        if alone:
+            logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it warns of a process that it kills
+        llm.shutdown(timeout=0.0 if alone else SHUTDOWN_TIMEOUT)
         llm.shutdown = _do_nothing  # its finalizer calls it again, and fails during interpreter shutdown
         logger.debug("vLLM shut down in %.1f s", time.perf_counter() - started)
         for pid, process in self._processes.items():

@@ -28,7 +28,7 @@ MOST_LORAS = 32
 def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs."""
     rollout, options = config.rollout, config.rollout.vllm
-    seats = rollout.max_num_seqs + 1  # see `reserved_slot`
+    seats = rollout.max_num_seqs + 1  # see `ReservedSlot`
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "load_format": "dummy" if random_weights else "safetensors",
@@ -42,7 +42,7 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         "enable_chunked_prefill": config.chunks_prompts,
         "generation_config": "vllm",
         "seed": config.seed,
-        "scheduling_policy": "priority",  # only `logprobs` is urgent, see `reserved_slot`
+        "scheduling_policy": "priority",  # only `logprobs` is urgent, see `ReservedSlot`
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
     }

@@ -2,11 +2,13 @@
 
 Invariant: pure. Of the variables that decide how vLLM and torch's process groups start, the engine gets those of Polyreme and those that
 the user names in PASSED, and no other: Kubernetes, for example, sets VLLM_PORT=tcp://... in every pod beside a service called `vllm`.
+Variables under which vLLM's sleep would fail, or damage weights, are refused by their names.
 """
 
 from collections.abc import Mapping
 
 from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
 
 PASSED = "POLYREME_ENGINE_ENV"
 """Names of variables, separated by commas, that the user passes to the engine on purpose. Those of Polyreme take precedence."""
@@ -14,6 +16,8 @@ _FOREIGN_PREFIXES = ("VLLM_", "RAY_", "TORCHELASTIC_", "TORCHDYNAMO_", "TORCHIND
 _FOREIGN = frozenset(
     ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOST_IP")
 )
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables that configure torch's allocator."""
 
 
 def foreign(environ: Mapping[str, str]) -> list[str]:
@@ -55,3 +59,14 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], loopback: 
     if config.device == "npu":
         ours["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a reload, and a wake of weights alone, need the plain format
     return {**quiet, **kept, **ours}
+
+
+def check_sleep(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError when an engine of a colocated run could not sleep and wake under these variables."""
+    for name in ALLOCATORS:
+        if "expandable_segments:true" in (text := environment.get(name, "")).lower().replace(" ", ""):
+            raise ConfigError(
+                f"{name} without expandable segments, whose memory a sleeping engine cannot release",
+                f"{name}={text}",
+                f"Remove expandable_segments from {name} of the replicas, or set placement: separate.",
+            )

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -24,7 +25,6 @@ from polyreme.api.v1 import weights_pb2
 from polyreme.net.torch_store import narrow_stores
 from polyreme.weights.manifest import ArenaSource, Manifest
 from polyreme_rollout.engine.arena_cache import ArenaCache
-from polyreme_rollout.engine.discarded_draws import spare_generators
 from polyreme_rollout.engine.inspection import digests, expert_layers, hf_names
 from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
 from polyreme_rollout.engine.named_tensors import named_tensors
@@ -91,7 +91,7 @@ class PolicyWorker:
 
     def _polyreme_reload(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> None:
         if self.polyreme_arenas is None:
-            self.polyreme_arenas = ArenaCache()
+            self.polyreme_arenas = ArenaCache(self.device.type)
         model = self.model_runner.model
         sources = [
             ArenaSource(path, nonce, slot, generation, Manifest.from_proto(weights_pb2.Manifest.FromString(manifest)))
@@ -176,3 +176,35 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
+
+
+class DiscardedDraw(torch.Generator):
+    """A generator for draws that are discarded: setting it back does nothing.
+
+    vLLM's sampler also draws for a prompt that a step leaves incomplete, discards the draw, and sets the request's generator back by an
+    offset. torch's generators have no offset on CPU, so the engine would crash.
+    """
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
+def spare_generators(runner: Any) -> None:
+    """Makes a model runner of vLLM on CPU draw for incomplete prompts from `DiscardedDraw`. Call it once. A seeded sample is then the same
+    whether its prompt was computed in one step or in several."""
+    sample_tokens = runner.sample_tokens
+
+    def sampling(*arguments: object, **options: object) -> object:
+        generators, running = runner.input_batch.generators, runner.input_batch.num_reqs
+        incomplete = np.flatnonzero(runner.discard_request_mask.np[:running]).tolist()
+        spared = {place: generators[place] for place in incomplete if place in generators}
+        generators.update({place: DiscardedDraw() for place in spared})
+        try:
+            return sample_tokens(*arguments, **options)
+        finally:
+            generators.update(spared)
+
+    runner.sample_tokens = sampling

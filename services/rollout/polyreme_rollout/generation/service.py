@@ -1,4 +1,4 @@
-"""Generate: the sequences of one group become engine requests, and their tokens become one stream of chunks.
+"""Generate and GenerateMany: the sequences of one group become engine requests, and their tokens become one stream of chunks.
 
 Invariant: a call ends with the end of every sequence, or with a status that gives the reason. When it ends in any other way, its
 engine requests are aborted. Tokens wait briefly for others of their call, since a message costs both sides far more than
@@ -7,7 +7,8 @@ the tokens in it. The end of a sequence does not wait.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
@@ -16,6 +17,7 @@ from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
+from polyreme_rollout.generation.call_stream import CallError, CallStream
 from polyreme_rollout.generation.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
 from polyreme_rollout.generation.running import (
     GATHER_SECONDS,
@@ -54,6 +56,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     ) -> None:
         self._engine, self._identity, self._limits, self._metrics = engine, identity, limits, metrics
         self._swapper, self._running = swapper, running
+        self._streams: set[CallStream] = set()
         self.draining = False
 
     @property
@@ -64,13 +67,44 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        await self._refuse_unserved(request, context)
+        try:
+            async with aclosing(self.responses(request)) as responses:
+                async for response, _ in responses:
+                    yield response
+        except CallError as error:
+            await context.abort(error.code, str(error))
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[pb.GenerateManyResponse, None]:
+        stream = CallStream(self.responses, self._limits.max_sequences)
+        self._streams.add(stream)
+        try:
+            if self.draining:
+                stream.end()
+            async with aclosing(stream.run(requests)) as responses:
+                async for response in responses:
+                    yield response
+        except CallError as error:
+            await context.abort(error.code, str(error))
+        finally:
+            self._streams.discard(stream)
+
+    def drain(self) -> None:
+        """Refuses further calls."""
+        self.draining = True
+        for stream in self._streams:
+            stream.end()
+
+    async def responses(self, request: pb.GenerateRequest) -> AsyncGenerator[tuple[pb.GenerateResponse, bool], None]:
+        """What answers a call, each with whether it is the last one. Raises CallError."""
+        await self._check_served(request)
         try:
             sequences = parse_sequences(request, self._identity.run_id, self._limits)
         except InvalidRequestError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         if len(self._running) + len(sequences) > self._limits.max_sequences:
-            await context.abort(
+            raise CallError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"expected at most {self._limits.max_sequences} sequences; "
                 f"found {len(self._running)} running and {len(sequences)} more requested",
@@ -85,7 +119,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
                 await call.must_send.wait()
                 response = call.take()
                 if response.chunks or response.ends:
-                    yield response
+                    yield response, not call.open_sequences and not call.failure
                 if call.failure:
                     break
         finally:
@@ -94,7 +128,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if call.failure:
-            await self._abort_failed(call.failure, context)
+            raise _status_of(call.failure)
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
         version = self._swapper.version
@@ -111,17 +145,18 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             engine=self._engine.name,
         )
 
-    async def _refuse_unserved(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def _check_served(self, request: pb.GenerateRequest) -> None:
+        """Raises CallError unless the version that a request needs is served."""
         version = await self._swapper.reach(request.min_version)
         if self.draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica is draining: use another one")
+            raise CallError(grpc.StatusCode.UNAVAILABLE, "this replica is draining: use another one")
         if self._swapper.quarantined or version is None or version < request.min_version:
             found = "a quarantined replica" if self._swapper.quarantined else "none" if version is None else f"version {version}"
-            await context.abort(
+            raise CallError(
                 grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.min_version} or newer; found {found}"
             )
         if request.HasField("exact_version") and version != request.exact_version:
-            await context.abort(
+            raise CallError(
                 grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.exact_version}; found version {version}"
             )
 
@@ -168,9 +203,11 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             elif chunk:
                 call.send_soon()
 
-    async def _abort_failed(self, failure: Exception, context: grpc.aio.ServicerContext) -> None:
-        if isinstance(failure, EngineDeadError | PolicyLostError):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(failure))
-        if isinstance(failure, PolicyChangedError):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(failure))
-        raise failure
+
+def _status_of(failure: Exception) -> Exception:
+    """What a call raises that failed so."""
+    if isinstance(failure, EngineDeadError | PolicyLostError):
+        return CallError(grpc.StatusCode.UNAVAILABLE, str(failure))
+    if isinstance(failure, PolicyChangedError):
+        return CallError(grpc.StatusCode.FAILED_PRECONDITION, str(failure))
+    return failure

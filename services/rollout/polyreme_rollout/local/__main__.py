@@ -15,11 +15,11 @@ from polyreme.config.named_input import MODEL
 from polyreme.config.serve import ServeConfig, read_serve
 from polyreme.errors import ConfigError
 from polyreme.experience.requests import RequestLog
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connected
 from polyreme.hub.resolve import resolve_path
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
-from polyreme.process.lifecycle import exit_on_error, freeze_gc, stop_event
+from polyreme.process.lifecycle import GRACE_SECONDS, exit_at_once_on_sigterm, exit_on_error, freeze_gc, stop_event, until_set
 from polyreme.rundir.run_directory import owned
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.plain_openai import TokenizerCodec
@@ -30,19 +30,17 @@ from polyreme_rollout.local.weights import SavedWeights
 
 
 async def serve(config: ServeConfig, engine: InferenceEngine, url: str) -> None:
-    """Answers requests until a signal."""
+    """Answers requests until a signal. What it waits for GRACE_SECONDS later is cancelled: its requests are answered after the next start."""
     stop = stop_event()
-    path = config.model.path
-    codec = await asyncio.to_thread(TokenizerCodec.of, path)
-    redis = await connect(url, RECONNECT_TIMEOUT)
-    try:
-        await engine.open()
-        with closing(SavedWeights(path, engine.weight_names, config.model.dtype)) as weights:
-            freeze_gc()
-            log = RequestLog(redis, config.name)
-            await ServedSampler(log, engine, weights, codec.stop_ids, codec.decode_whole).run(stop)
-    finally:
-        await redis.aclose()
+    async with until_set(stop, GRACE_SECONDS):
+        path = config.model.path
+        codec = await asyncio.to_thread(TokenizerCodec.of, path)
+        async with connected(url, RECONNECT_TIMEOUT) as redis:
+            await engine.open()
+            with closing(SavedWeights(path, engine.weight_names, config.model.dtype)) as weights:
+                freeze_gc()
+                log = RequestLog(redis, config.name)
+                await ServedSampler(log, engine, weights, codec.stop_ids, codec.decode_whole).run(stop)
 
 
 def run(config: ServeConfig, url: str) -> None:
@@ -72,6 +70,7 @@ def sampler(
 
 
 def main() -> None:
+    exit_at_once_on_sigterm()
     logging_setup.setup("sampler")
     with exit_on_error("sampler"):
         run(read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml"), os.environ["POLYREME_REDIS"])

@@ -30,13 +30,14 @@ from polyreme_rollout.engine.protocol import (
     TopTokens,
 )
 from polyreme_rollout.local.report import SamplerReport
-from polyreme_rollout.local.sample_request import SampleRequest, admitted
+from polyreme_rollout.local.sample_request import SampleRequest, admitted, fitting
 
 if TYPE_CHECKING:
     from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
-"""Most requests that run at once. Each may ask for several samples."""
+"""Most samples that run at once, unless one request asks for more: the engine takes them in the order in which they arrive, so a tenant with one
+request waits behind as many of the others."""
 MAX_VERSIONS = 4
 """How often an adapter is loaded again that is saved again while it is loaded."""
 
@@ -44,10 +45,11 @@ _NO_LOGPROB = -99999.0
 
 
 class Running(NamedTuple):
-    """A running request: its id, and the directory of the adapter that the engine uses for it."""
+    """A running request: its id, the directory of the adapter that the engine uses for it, and the number of its samples."""
 
     id: str
     adapter: Path | None
+    samples: int
 
 
 class ServedSampler:
@@ -77,42 +79,49 @@ class ServedSampler:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises EngineDeadError or StoreError when it cannot continue."""
-        last = await self._log.last_event()
+        last, news = await self._log.last_event(), None
         try:
             while not stop.is_set():
                 await self._start_waiting()
-                news = asyncio.ensure_future(self._log.wait(last))
+                news = asyncio.create_task(self._log.wait(last))
                 done, _ = await asyncio.wait({news, *self._running}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [each for each in self._running if each in done]:
                     del self._running[task]
                     task.result()  # raises
+                if self._report.is_due or not self._running:
+                    await self._report.send()
                 last = await news
+            await self._report.send()
         finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            tasks = [*self._running, *([news] if news else [])]
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_waiting(self) -> None:
         """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs."""
         started = {each.id for each in self._running.values()}
         waiting = in_turns([place for place in await self._log.open("sampler") if place.id not in started])
         self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
-        for place in waiting[:MAX_RUNNING]:
-            if place.id not in self._requests:
-                self._requests[place.id] = SampleRequest.unpack(await self._log.payload(place))
+        new = [place for place in waiting[:MAX_RUNNING] if place.id not in self._requests]
+        for place, payload in zip(new, await self._log.payloads(new), strict=True):
+            self._requests[place.id] = SampleRequest.unpack(payload)
         while waiting and self._needs(self._requests[waiting[0].id]) != self._loaded:
             if self._running:
                 return
             if await self._load(waiting[0]):
                 break
             waiting = waiting[1:]
-        ready = [place for place in waiting[: MAX_RUNNING - len(self._running)] if self._can_run(place)]
+        ready = [place for place in waiting if self._can_run(place)]
+        busy_samples = sum(each.samples for each in self._running.values())
+        ready = ready[: fitting([self._requests[place.id].load for place in ready], busy_samples, MAX_RUNNING)]
         adapters = [self._adapter(self._requests[place.id]) for place in ready]
         busy = {each.adapter for each in self._running.values() if each.adapter is not None}
         for number in admitted(adapters, busy, 0 if self._adapters is None else self._adapters.max_loras):
             place = ready[number]
-            task = asyncio.create_task(self._answer(place, self._requests[place.id]))
-            self._running[task] = Running(place.id, adapters[number])
+            request = self._requests[place.id]
+            task = asyncio.create_task(self._answer(place, request))
+            self._running[task] = Running(place.id, adapters[number], request.load)
 
     def _can_run(self, place: LogPlace) -> bool:
         """Whether what a request needs is loaded."""
@@ -178,7 +187,7 @@ class ServedSampler:
                 return
             await self._log.finish(place, b"P" + answer.SerializeToString())
             if not request.is_scoring:
-                await self._report.answered(place, request.weights, request.prompt, began, answer)
+                self._report.add(place, request.weights, request.prompt, began, answer)
             return
         await self._log.finish(place, _failure(problem))
 

@@ -44,6 +44,11 @@ class SampleRequest:
         """Whether the request is for the prompt's log-probabilities."""
         return self.prompt_logprobs and self.max_tokens == 1
 
+    @property
+    def load(self) -> int:
+        """The sequences that the engine computes for it."""
+        return max(1, self.samples)
+
     @cached_property
     def files(self) -> str | None:
         """The files of the saved model as they are at first use, since its name may be saved again. None: the base model."""
@@ -64,6 +69,21 @@ class SampleRequest:
         fields = json.loads(payload.partition(b"\n")[0])
         given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
         return cls(**({"max_tokens": None, "seed": None} | given))
+
+
+def fitting(loads: Sequence[int], running: int, most: int) -> int:
+    """How many of the requests that wait in this order fit into the room of an engine; one that is larger than the room runs alone.
+
+    Args:
+        loads: sequences of each waiting request.
+        running: sequences that run.
+        most: the room.
+    """
+    for number, load in enumerate(loads):
+        if running and running + load > most:
+            return number
+        running += load
+    return len(loads)
 
 
 def admitted(adapters: Sequence[Path | None], running: Set[Path], most: int) -> list[int]:

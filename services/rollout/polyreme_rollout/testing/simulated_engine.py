@@ -19,6 +19,7 @@ import xxhash
 from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
+from polyreme.dataset.chat import Chat
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.arena_cache import ArenaCache
@@ -222,7 +223,6 @@ class SimulatedInferenceEngine:
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
         from polyreme_rollout.engine.plain_openai import make_openai_app
-        from polyreme_rollout.testing.simulated_openai import DecimalCodec
 
         return make_openai_app(self, served_name, salt, DecimalCodec())
 
@@ -307,3 +307,18 @@ def _mix(x: int) -> int:
 def _unit(x: int) -> float:
     """In (0, 1)."""
     return ((x >> 11) + 0.5) / (1 << 53)
+
+
+class DecimalCodec:
+    """A `plain_openai.Codec`: token ids in decimal. No token ends an answer."""
+
+    stop_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def chat(self, chat: Chat) -> list[int]:
+        return [id for message in chat.messages for id in self.encode(str(message["content"]))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))

@@ -20,6 +20,9 @@ from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine, end_id, for_run
 
+_START_INTERVAL = 0.02
+"""Seconds between two replicas' starts. A thousand at once take so much of each other's time that their connections to Redis time out."""
+
 
 def simulation(
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
@@ -63,7 +66,11 @@ async def _simulate(
     lifecycle.freeze_gc()
     counting = asyncio.create_task(_count(engines, count)) if count else None
     try:
-        await asyncio.gather(*(serve(engine, spec, redis_url, endpoint, stop) for engine in engines))
+        serving: list[asyncio.Task[bool]] = []
+        for engine in engines:
+            serving.append(asyncio.create_task(serve(engine, spec, redis_url, endpoint, stop)))
+            await asyncio.sleep(_START_INTERVAL)
+        await asyncio.gather(*serving)
     finally:
         if counting:
             counting.cancel()

@@ -1,6 +1,7 @@
 """A part or a delta that arrives by stream, and the memory that receives it.
 
-Invariant: a buffer is complete when all its bytes match their digests, and only then has a location for the engine.
+Invariant: a buffer is complete when all its bytes match their digests, and only then has a location for the engine. One thread at a time
+writes to it.
 """
 
 import asyncio
@@ -17,11 +18,54 @@ from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.digest import MapFunction
 from polyreme.weights.manifest import ArenaSource, Manifest
-from polyreme_rollout.weights.arrival import Arrival
+from polyreme_rollout.weights.outgoing import Outgoing
 
 SLOT = 0
 THREADS = max(1, min(32, len(os.sched_getaffinity(0)) // 2))
 """Threads that apply and verify a delta. The other cores are the engine's."""
+
+
+class Arrival:
+    """The progress of one buffer, whose bytes arrive in order. A thread hashes them, and other replicas may fetch the verified ones."""
+
+    def __init__(self, assembly: RangeAssembly, data: memoryview) -> None:
+        self.assembly = assembly
+        self.outgoing = Outgoing(data[: assembly.nbytes], assembly.verified)
+        self._adding: asyncio.Future[object] | None = None
+
+    @property
+    def position(self) -> int:
+        """The offset of the next byte, while nothing is being added."""
+        return self.assembly.position
+
+    async def add(self, offset: int, data: memoryview) -> None:
+        """Takes the next bytes, once the previous bytes are hashed. Raises RangeError, DigestError, also for previous bytes."""
+        await self.added()
+        self._adding = asyncio.get_running_loop().run_in_executor(None, self.assembly.add, offset, data)
+        self._adding.add_done_callback(self._publish)
+
+    async def added(self) -> None:
+        """Waits until all bytes are hashed. Raises as `add`."""
+        if self._adding:
+            await asyncio.shield(self._adding)
+
+    async def idle(self) -> None:
+        """Waits until no thread writes to the buffer. Ignores an error of that thread, which belongs to an older stream."""
+        if self._adding:
+            await asyncio.wait({self._adding})
+        self._adding = None
+
+    def begin(self) -> None:
+        """Records that a stream has started."""
+        self.outgoing.update(self.assembly.verified, arriving=True)
+
+    def end(self) -> None:
+        """Records that the stream has ended."""
+        self.outgoing.update(self.outgoing.available, arriving=False)
+
+    def _publish(self, added: "asyncio.Future[object]") -> None:
+        if not added.cancelled() and not added.exception():  # the stream may end before it reads the error
+            self.outgoing.update(self.assembly.verified, self.outgoing.arriving)
 
 
 class Buffer:
@@ -101,26 +145,30 @@ class Payload:
         return self.arrival.assembly.complete and self.delta.manifest.tensors == manifest.tensors
 
 
-class IncomingPart:
-    """A part that arrives in a buffer: `add` its bytes in order, then `finish`."""
+class _Arriving:
+    """Bytes that arrive at a target: `add` them in order, then `finish`."""
 
-    apply_seconds = 0.0
-
-    def __init__(self, manifest: Manifest, buffer: Buffer) -> None:
-        self._manifest, self._buffer = manifest, buffer
-
-    @property
-    def nbytes(self) -> int:
-        return self._manifest.nbytes
+    def __init__(self, nbytes: int, target: Buffer | Payload) -> None:
+        self.nbytes, self._target = nbytes, target
 
     @property
     def position(self) -> int:
         """The offset of the next byte, before the first `add`."""
-        return self._buffer.arrival.position
+        return self._target.arrival.position
 
     async def add(self, offset: int, data: memoryview) -> None:
         """Takes the next bytes, once the previous bytes are hashed. Raises RangeError, DigestError, also for previous bytes."""
-        await self._buffer.arrival.add(offset, data)
+        await self._target.arrival.add(offset, data)
+
+
+class IncomingPart(_Arriving):
+    """A part that arrives in a buffer."""
+
+    apply_seconds = 0.0
+
+    def __init__(self, manifest: Manifest, buffer: Buffer) -> None:
+        super().__init__(manifest.nbytes, buffer)
+        self._manifest, self._buffer = manifest, buffer
 
     async def finish(self) -> ArenaSource | None:
         """The location of the part; None while bytes are missing. Raises RangeError, DigestError."""
@@ -128,8 +176,8 @@ class IncomingPart:
         return self._buffer.source(self._manifest) if self._buffer.arrival.assembly.complete else None
 
 
-class IncomingDelta:
-    """A delta that arrives: `add` the bytes of its payload in order, then `finish`.
+class IncomingDelta(_Arriving):
+    """A delta whose payload arrives.
 
     Args:
         payload: receives the bytes, or has them already, perhaps from an older delta with the same changes.
@@ -137,26 +185,14 @@ class IncomingDelta:
     """
 
     def __init__(self, delta: DeltaManifest, payload: Payload, apply: Callable[[], Awaitable[Buffer]]) -> None:
-        self._delta, self._payload, self._apply = delta, payload, apply
+        super().__init__(delta.nbytes, payload)
+        self._delta, self._apply = delta, apply
         self.apply_seconds = 0.0
         """Seconds that applying and verifying took, after `finish`."""
 
-    @property
-    def nbytes(self) -> int:
-        return self._delta.nbytes
-
-    @property
-    def position(self) -> int:
-        """The offset of the next byte, before the first `add`."""
-        return self._payload.arrival.position
-
-    async def add(self, offset: int, data: memoryview) -> None:
-        """Takes the next bytes. Raises RangeError, DigestError, also for previous bytes."""
-        await self._payload.arrival.add(offset, data)
-
     async def finish(self) -> ArenaSource | None:
         """The location of the part; None while bytes are missing. Raises RangeError, FrameError, DigestError, ConfigError."""
-        await self._payload.arrival.added()
+        await self._target.arrival.added()
         if self.position < self.nbytes:
             return None
         started = time.perf_counter()

@@ -5,6 +5,7 @@ Invariant: every wait has a deadline. A failure of the other side is a SourceErr
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import grpc
@@ -12,16 +13,42 @@ import grpc
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
-from polyreme.weights.wire import CHUNK_BYTES, FETCH, SLOWEST_STREAM_BYTES_PER_SECOND, WireError, decode_chunk, encode_chunk
+from polyreme.weights.wire import (
+    CHUNK_BYTES,
+    FETCH,
+    MAX_FETCHES,
+    SLOWEST_STREAM_BYTES_PER_SECOND,
+    WireError,
+    decode_chunk,
+    encode_chunk,
+)
 from polyreme_rollout.weights.outgoing import OutgoingParts, PartId
 from polyreme_rollout.weights.staged_parts import Refusal, VersionId
 
-OFFER_TIMEOUT = 20.0  # the part's stream first allocates memory
-RESUME_TIMEOUT = 10.0  # a broken stream of the part continues from another source
-CONNECT_TIMEOUT = 10.0
-IDLE_TIMEOUT = 60.0  # longer than OFFER_TIMEOUT and RESUME_TIMEOUT together, so that the source can report its problem
-
 T = TypeVar("T")
+
+
+@dataclass
+class TransferLimits:
+    """The limits of weight transfers, read at each use. Times are in seconds.
+
+    Attributes:
+        offer: until a part is here, whose stream first allocates memory.
+        resume: until a broken stream of the part continues from another source.
+        connect: until the source answers.
+        idle: without bytes of the source; longer than `offer` and `resume` together, so that it can report its problem.
+        stream_idle: without bytes of the trainer. Keepalive detects a lost connection no earlier: see polyreme.net.rpc.
+        chunk_bytes: of the messages to another replica.
+        max_fetches: of a part by other replicas at once.
+    """
+
+    offer: float = 20.0
+    resume: float = 10.0
+    connect: float = 10.0
+    idle: float = 60.0
+    stream_idle: float = 30.0
+    chunk_bytes: int = CHUNK_BYTES
+    max_fetches: int = MAX_FETCHES
 
 
 class SourceError(Exception):
@@ -32,15 +59,17 @@ class SourceError(Exception):
         self.outcome = outcome
 
 
-async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> None:
+async def send(
+    parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]], limits: TransferLimits
+) -> None:
     """Sends a part's bytes from the request's offset on. Raises Refusal: NOT_FOUND, UNAVAILABLE."""
-    outgoing = await parts.get(_part_id(request), OFFER_TIMEOUT)
+    outgoing = await parts.get(_part_id(request), limits.offer)
     position = request.offset
     if outgoing is None:
         raise Refusal("NOT_FOUND", f"expected part {request.part} of version {request.id.version} here; found none")
     while position < outgoing.nbytes:
         try:
-            data = await outgoing.read(position, CHUNK_BYTES, RESUME_TIMEOUT)
+            data = await outgoing.read(position, limits.chunk_bytes, limits.resume)
         except TimeoutError:
             raise Refusal("UNAVAILABLE", f"expected more than {position} bytes of the part; its stream has ended") from None
         if not data:
@@ -51,7 +80,12 @@ async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[
 
 
 async def fetch(
-    source: str, request: pb.FetchRequest, security: SecurityConfig | None, seconds: float, largest: int
+    source: str,
+    request: pb.FetchRequest,
+    security: SecurityConfig | None,
+    seconds: float,
+    largest: int,
+    limits: TransferLimits,
 ) -> AsyncGenerator[tuple[int, memoryview], None]:
     """Yields a part's bytes in order, from the request's offset on.
 
@@ -62,11 +96,11 @@ async def fetch(
     Raises:
         SourceError: also when the source sends nothing for too long.
     """
-    idle_seconds = IDLE_TIMEOUT + largest / SLOWEST_STREAM_BYTES_PER_SECOND
+    idle_seconds = limits.idle + largest / SLOWEST_STREAM_BYTES_PER_SECOND
     async with rpc.connect(source, security) as channel:
         fetching = channel.unary_stream(FETCH, request_serializer=pb.FetchRequest.SerializeToString)(request, timeout=seconds)
         try:
-            await _within(CONNECT_TIMEOUT, fetching.initial_metadata(), f"{source}: no answer")
+            await _within(limits.connect, fetching.initial_metadata(), f"{source}: no answer")
             while (message := await _within(idle_seconds, fetching.read(), f"{source}: no bytes")) is not grpc.aio.EOF:
                 yield decode_chunk(message)
         except grpc.aio.AioRpcError as error:

@@ -17,8 +17,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest
 from polyreme.weights.wire import keep_memory
-from polyreme_rollout.weights.arrival import Arrival
-from polyreme_rollout.weights.incoming import SLOT, Buffer, CompleteDelta, IncomingDelta, IncomingPart, Payload
+from polyreme_rollout.weights.incoming import SLOT, Arrival, Buffer, CompleteDelta, IncomingDelta, IncomingPart, Payload
 from polyreme_rollout.weights.outgoing import OutgoingParts, PartId
 from polyreme_rollout.weights.staged_parts import VersionId
 

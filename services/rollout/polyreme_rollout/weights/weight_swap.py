@@ -27,8 +27,6 @@ from polyreme_rollout.weights.staging import Staging
 from polyreme_rollout.weights.swap_state import SwapPhase, SwapState
 
 FAILURES_TO_QUARANTINE = 3
-CANARY_TIMEOUT = 30.0  # the engine answers within a few steps
-COMMIT_WAIT = 2.0
 """Seconds that a request for a staged version waits for the version's commit."""
 
 logger = logging.getLogger(__name__)
@@ -65,6 +63,11 @@ class WeightSwapper:
         on_swap: called while paused, with the new version and the number of tokens that each unfinished request has sampled.
         on_lost: called when no version could be restored, so running requests cannot continue.
         may_use_devices: returns whether the engine may sample now; a colocated replica asks its grant.
+        canary_seconds: for the engine's answer to a canary, which it has within a few steps.
+        commit_seconds: how long a request waits for the commit of a staged version.
+
+    Attributes:
+        failures: how many swaps have failed since the last one that did not.
     """
 
     def __init__(
@@ -75,14 +78,17 @@ class WeightSwapper:
         on_swap: Callable[[int, Mapping[str, int]], None],
         on_lost: Callable[[], None],
         may_use_devices: Callable[[], bool] = lambda: True,
+        canary_seconds: float = 30.0,
+        commit_seconds: float = 2.0,
     ) -> None:
         self._engine, self._on_swap, self._on_lost = engine, on_swap, on_lost
         self._may_use_devices = may_use_devices
+        self._canary_seconds, self._commit_seconds = canary_seconds, commit_seconds
         self.staging = Staging(run_id, engine.weight_names, learner_term, self._quarantine_reason, self._in_use)
         self._loading: tuple[ArenaSource, ...] = ()
         self._lock = asyncio.Lock()
         self._swaps = 0
-        self._failures = 0
+        self.failures = 0
         self._phase = SwapPhase()
         self.served: Served | None = None
         self._loaded: Served | None = None
@@ -128,10 +134,10 @@ class WeightSwapper:
     async def reach(self, version: int) -> int | None:
         """The engine's policy, once a request for `version` or newer may be submitted; the policy that is there, or None, on timeout.
 
-        Waits for the load of a running swap. Waits up to COMMIT_WAIT for that of `version`, and only if it is staged.
+        Waits for the load of a running swap. Waits up to `commit_seconds` for that of `version`, and only if it is staged.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(COMMIT_WAIT):
+            async with asyncio.timeout(self._commit_seconds):
                 while self.state.admits and (-1 if self.policy is None else self.policy) < version <= self.staging.version:
                     await self._phase.changed()
         await self._phase.until_admitting()
@@ -143,13 +149,8 @@ class WeightSwapper:
         return self.version
 
     @property
-    def failures(self) -> int:
-        """Consecutive failed swaps."""
-        return self._failures
-
-    @property
     def quarantined(self) -> bool:
-        return self._failures >= FAILURES_TO_QUARANTINE
+        return self.failures >= FAILURES_TO_QUARANTINE
 
     def _in_use(self) -> set[bytes]:
         """The nonces of the served version's arenas, and of those that the engine may be reading."""
@@ -240,26 +241,26 @@ class WeightSwapper:
         try:
             difference = await self._ask_canary(canary) if canary else None
         except CanaryError as error:
-            self._failures += 1
+            self.failures += 1
             self._lose()
             text = f"version {new.id.version} failed its canary: {error}; nothing is served{self._quarantine_notice()}"
             logger.error("%s", text)
             raise Refusal("INTERNAL", text) from None
-        self._failures = 0
+        self.failures = 0
         self._serve(new)
         return Committed(new.id.version, stall, loaded.seconds, difference)
 
     async def _ask_canary(self, canary: Canary) -> float:
         """Checks the canary and returns its difference. Raises CanaryError, also when the engine does not answer in time."""
         try:
-            async with asyncio.timeout(CANARY_TIMEOUT):
+            async with asyncio.timeout(self._canary_seconds):
                 return canary.check(await self._engine.logprobs(canary.ids, f"canary.{self.salt}"))
         except TimeoutError:
-            raise CanaryError(f"expected the engine's answer within {CANARY_TIMEOUT:g} s; found none") from None
+            raise CanaryError(f"expected the engine's answer within {self._canary_seconds:g} s; found none") from None
 
     async def _fall_back(self, id: VersionId, error: LoadError) -> str:
         """Restores the previous version after a failed load, or serves nothing. Returns the message for the learner."""
-        self._failures += 1
+        self.failures += 1
         self.staging.drop()
         before, self.served = self.served, None
         outcome = "nothing is served"
@@ -280,7 +281,7 @@ class WeightSwapper:
         return text
 
     def _quarantine_reason(self) -> str:
-        return f"quarantined after {self._failures} consecutive failed swaps: restart this replica" if self.quarantined else ""
+        return f"quarantined after {self.failures} consecutive failed swaps: restart this replica" if self.quarantined else ""
 
     def _quarantine_notice(self) -> str:
         return f"; {reason}" if (reason := self._quarantine_reason()) else ""

@@ -19,22 +19,20 @@ from polyreme.config.security import SecurityConfig
 from polyreme.weights.canary import Canary
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest, ManifestError
-from polyreme.weights.wire import MAX_FETCHES, WireError, decode_chunk, decode_manifest
+from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.protocol import EngineDeadError
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.weights.relay import SourceError, fetch, send
+from polyreme_rollout.weights.relay import SourceError, TransferLimits, fetch, send
 from polyreme_rollout.weights.staged_parts import Refusal, VersionId
 from polyreme_rollout.weights.weight_swap import WeightSwapper
 
 M = TypeVar("M")
 T = TypeVar("T")
 
-STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: see polyreme.net.rpc
-
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
     """Args: swapper, which is also an attribute; metrics; on_change: called after every commit, successful or failed; security: of the other
-    replicas' ports."""
+    replicas' ports; limits: None: those of a run."""
 
     def __init__(
         self,
@@ -42,7 +40,9 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         metrics: ReplicaMetrics,
         on_change: Callable[[], Awaitable[None]],
         security: SecurityConfig | None = None,
+        limits: TransferLimits | None = None,
     ) -> None:
+        self.limits = limits or TransferLimits()
         self.swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
         self._fetches = Counter[int]()  # by part
 
@@ -75,10 +75,10 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def StageStream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
             try:
-                content = _content(decode_manifest(await _next(messages) or b""))
+                content = _content(decode_manifest(await self._next(messages) or b""))
                 async with self.swapper.staging.receive(content) as incoming:
                     await context.write(pb.StageStreamResponse(begin_at=incoming.position))
-                    while (message := await _next(messages)) is not None:
+                    while (message := await self._next(messages)) is not None:
                         offset, data = decode_chunk(message)
                         self._metrics.received_bytes.labels("trainer").inc(len(data))
                         await incoming.add(offset, data)
@@ -98,7 +98,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 async with self.swapper.staging.receive(content) as incoming:
                     if incoming.position < incoming.nbytes:
                         wanted = _fetch_request(request, incoming.position)
-                        fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content))
+                        fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content), self.limits)
                         async with aclosing(fetching) as chunks:
                             async for offset, data in chunks:
                                 received.inc(len(data))
@@ -118,9 +118,10 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
             self.swapper.staging.check(request.id.run_id, request.id.term)
-            if self._fetches[request.part] == MAX_FETCHES:
+            if self._fetches[request.part] >= self.limits.max_fetches:
                 raise Refusal(
-                    "RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch a part at once; found another"
+                    "RESOURCE_EXHAUSTED",
+                    f"expected at most {self.limits.max_fetches} replicas that fetch a part at once; found another",
                 )
             self._fetches[request.part] += 1
 
@@ -130,7 +131,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
             try:
                 await context.send_initial_metadata(())
-                await send(self.swapper.staging.outgoing, request, write)
+                await send(self.swapper.staging.outgoing, request, write, self.limits)
             finally:
                 self._fetches[request.part] -= 1
 
@@ -152,6 +153,15 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 reload_seconds=done.reload_seconds,
                 canary_difference=done.canary_difference,
             )
+
+    async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
+        """Returns the next message; None: the stream has ended."""
+        seconds = self.limits.stream_idle
+        try:
+            async with asyncio.timeout(seconds):
+                return await anext(messages, None)
+        except TimeoutError:
+            raise Refusal("DEADLINE_EXCEEDED", f"expected more bytes of the part within {seconds:g} s; found none") from None
 
 
 def _fetch_request(request: pb.StageRelayRequest, offset: int) -> pb.FetchRequest:
@@ -177,17 +187,6 @@ def _parsed(parse: Callable[[M], T], message: M) -> T:
         return parse(message)
     except ManifestError as error:
         raise Refusal("INVALID_ARGUMENT", f"expected a consistent manifest; {error}") from None
-
-
-async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
-    """Returns the next message; None: the stream has ended."""
-    try:
-        async with asyncio.timeout(STREAM_IDLE_TIMEOUT):
-            return await anext(messages, None)
-    except TimeoutError:
-        raise Refusal(
-            "DEADLINE_EXCEEDED", f"expected more bytes of the part within {STREAM_IDLE_TIMEOUT:g} s; found none"
-        ) from None
 
 
 @asynccontextmanager

@@ -9,28 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config.recipes.recipe import (
-    Cispo,
-    Clip,
-    Gae,
-    GeometricMean,
-    Kl,
-    PolicyGradient,
-    Recipe,
-    Sapo,
-    TvMask,
-)
-from polyreme_trainer.algorithms import advantages, correction, losses, shaping
+from polyreme.config.recipes.recipe import Gae, Kl, Recipe
+from polyreme_trainer.algorithms import advantages, correction, shaping
 from polyreme_trainer.algorithms.aggregation import token_coefficients
 from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
 from polyreme_trainer.algorithms.filters import informative
+from polyreme_trainer.algorithms.groups import Groups
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.kl import adapt, estimate
-from polyreme_trainer.algorithms.losses import TokenLoss
+from polyreme_trainer.algorithms.losses import SURROGATES, value_loss
 from polyreme_trainer.algorithms.metrics import Metrics, mean_of
 from polyreme_trainer.algorithms.rewards import Rewards, required, rewards_of, shaped_scores
 from polyreme_trainer.algorithms.state import INITIAL, AlgorithmState
-from polyreme_trainer.algorithms.summary import summary
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ class Algorithm:
         """
         recipe = self.recipe
         anchor = inputs.old if recipe.anchor == "old" else inputs.behaviour
-        surrogate = self._surrogate(inputs, anchor)
+        surrogate = SURROGATES[type(recipe.loss)](inputs, anchor, **recipe.loss.model_dump(exclude={"kind"}))
         factor, metrics = correction.correct(recipe.correction, inputs)
         policy_loss = total = surrogate.loss * factor
         metrics |= {
@@ -170,27 +160,9 @@ class Algorithm:
             raise ValueError(f"expected a recipe with a critic; found {self.recipe.advantage.kind}, which has no critic")
         new, old = required(inputs.new_values, "new_values"), required(inputs.values, "values")
         returns = required(inputs.returns, "returns")
-        result = losses.value_loss(new, old, returns, self.recipe.advantage.value_clip)
+        result = value_loss(new, old, returns, self.recipe.advantage.value_clip)
         metrics = {"value_loss": mean_of(result.loss, inputs.weight)}
         return (inputs.weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
-
-    def _surrogate(self, inputs: LossInputs, anchor: Tensor) -> TokenLoss:
-        log_ratio, logprobs, advantages = inputs.logprobs - anchor, inputs.logprobs, inputs.advantages
-        match self.recipe.loss:
-            case Clip(low=low, high=high, dual=dual, ratio=level):
-                if level == "sequence":
-                    log_ratio = losses.sequence_log_ratio(log_ratio, inputs)
-                return losses.clip(log_ratio, advantages, low, high, dual)
-            case GeometricMean(low=low, high=high):
-                return losses.geometric_mean(log_ratio, inputs, low, high)
-            case Cispo(low=low, high=high):
-                return losses.cispo(log_ratio, logprobs, advantages, low, high)
-            case Sapo(tau_positive=positive, tau_negative=negative):
-                return losses.sapo(log_ratio, advantages, positive, negative)
-            case TvMask(low=low, high=high, cap=cap):
-                return losses.tv_mask(logprobs, anchor, advantages, low, high, cap)
-            case PolicyGradient():
-                return losses.policy_gradient(logprobs, advantages)
 
     def _kl_in_reward(self, kl: Kl, batch: TokenBatch) -> Float64:
         """The estimate at each token, float64 [t], 0 where masked."""
@@ -211,3 +183,48 @@ class Algorithm:
         if controller.unit == "token":  # the mean over responses of the mean over a response's tokens
             kl = kl / np.maximum(batch.lengths, 1)[batch.sequence_of]
         return adapt(coef, float(kl.sum()) / samples, controller.target, controller.horizon, samples)
+
+
+def summary(
+    batch: TokenBatch,
+    rewards: Rewards,
+    advantages: Float64,
+    returns: Float64 | None,
+    dropped: Bool,
+    kl: Float64 | None,
+    kl_coef: float | None,
+) -> dict[str, tuple[float, float]]:
+    """The metrics of an iteration, name -> (sum, weight). Every rank computes the same from the same batch: they are not summed over ranks.
+
+    - Per sample, without greedy ones: `score` before shaping, `reward` after shaping and with process rewards and KL penalty,
+      `truncated_sample_fraction`, `masked_sample_fraction`.
+    - Per trained token: `advantage`, `return`, `value`, `reward_kl`, `teacher_kl` (log p of the policy minus log p of the
+      teacher).
+    - `_max` and `_min` of `score`, `reward`, `advantage`, `return` and `value`.
+    - Per group: `zero_variance_group_fraction`.
+    - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient that was used.
+    """
+    sampled, trained = ~batch.greedy, batch.trained
+    series = {"score": batch.score[sampled], "reward": rewards.totals[sampled], "advantage": advantages[trained]}
+    if returns is not None:
+        series["return"] = returns[trained]
+    if returns is not None and batch.values is not None:
+        series["value"] = batch.values[trained].astype(np.float64)
+    metrics: dict[str, tuple[float, float]] = {}
+    for name, x in series.items():
+        if len(x):
+            metrics[name] = (float(x.sum()), float(len(x)))
+            metrics[f"{name}_max"], metrics[f"{name}_min"] = (float(x.max()), 1.0), (float(x.min()), 1.0)
+    samples = float(sampled.sum())
+    metrics["truncated_sample_fraction"] = (float(batch.truncated[sampled].sum()), samples)
+    metrics["masked_sample_fraction"] = (float(dropped[sampled].sum()), samples)
+    groups = Groups(batch.group[sampled])
+    constant = groups.constant(rewards.scores[sampled])
+    metrics["zero_variance_group_fraction"] = (float((constant / groups.sizes[groups.member_of]).sum()), float(len(groups)))
+    if "value" in series and (variance := float(series["return"].var()) if len(series["return"]) else 0.0) > 0:
+        metrics["explained_variance"] = (1.0 - float((series["return"] - series["value"]).var()) / variance, 1.0)
+    if batch.teacher is not None:
+        metrics["teacher_kl"] = (float((batch.policy - batch.teacher)[trained].astype(np.float64).sum()), float(trained.sum()))
+    if kl is not None and kl_coef is not None:
+        metrics["reward_kl"], metrics["kl_coef"] = (float(kl.sum()), float(trained.sum())), (kl_coef, 1.0)
+    return metrics

@@ -3,15 +3,19 @@
 r is the probability ratio of the policy to an anchor: the policy before the iteration's first step, or the sampler itself. `aggregation`
 reduces the token losses to one number. `correction` multiplies them by a factor for off-policy tokens.
 
+A further policy loss is a class in `polyreme.config.recipes.recipe`, its formula here, and a line in SURROGATES.
+
 Invariant: at r = 1 every policy loss has the gradient `-A` with respect to the token's log-probability.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from polyreme.config.recipes.recipe import Cispo, Clip, GeometricMean, PolicyGradient, Primitive, Sapo, TvMask
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.ratio import bounded_exp
 
@@ -29,17 +33,25 @@ class TokenLoss:
     flags: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> TokenLoss:
+def clip(
+    inputs: LossInputs,
+    anchor: Tensor,
+    low: float,
+    high: float,
+    dual: float | None = None,
+    ratio: Literal["token", "sequence"] = "token",
+) -> TokenLoss:
     """`max(-A r, -A clip(r, 1 - low, 1 + high))`: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7.
 
     Unequal bounds are DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual`, the loss of a token with A < 0 is at
-    most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5.
+    most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5. With `ratio="sequence"`, r is that of `sequence_log_ratio`.
 
     `clip_fraction` counts the tokens whose clipped branch is larger, which removes their gradient. `dual_clip_fraction` counts the tokens at
     the bound of the dual clip.
     """
-    ratio = bounded_exp(log_ratio)
-    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    advantages, log_ratio = inputs.advantages, inputs.logprobs - anchor
+    r = bounded_exp(sequence_log_ratio(log_ratio, inputs) if ratio == "sequence" else log_ratio)
+    free, clipped = -advantages * r, -advantages * r.clamp(1 - low, 1 + high)
     loss, flags = torch.maximum(free, clipped), {"clip_fraction": clipped > free}
     if dual is not None:
         bound = -advantages * dual
@@ -58,48 +70,51 @@ def sequence_log_ratio(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
     return mean + log_ratio - log_ratio.detach()
 
 
-def geometric_mean(log_ratio: Tensor, inputs: LossInputs, low: float, high: float) -> TokenLoss:
+def geometric_mean(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenLoss:
     """`-A exp(mean of clipped log-ratios)`, with the mean over the sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
 
     A token's log-ratio is clipped to [-low, high] on the side on which PPO clips: above for A > 0, below for A < 0.
     """
-    sign = torch.sign(inputs.advantages)
+    sign, log_ratio = torch.sign(inputs.advantages), inputs.logprobs - anchor
     free, clipped = sign * log_ratio, sign * log_ratio.clamp(-low, high)
     mean = inputs.sequence_mean(sign * torch.minimum(free, clipped))
     return TokenLoss(-inputs.advantages * bounded_exp(mean)[inputs.sequence], {"clip_fraction": clipped < free})
 
 
-def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+def cispo(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenLoss:
     """`-clip(r, 1 - low, 1 + high) A log p`, without gradient through the clip: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
 
     Clipping bounds a token's weight and never removes its gradient.
     """
-    ratio = bounded_exp(log_ratio.detach())
+    ratio, advantages = bounded_exp(inputs.logprobs.detach() - anchor), inputs.advantages
     outside = (ratio < 1 - low) | (ratio > 1 + high)
-    return TokenLoss(-ratio.clamp(1 - low, 1 + high) * advantages * logprobs, {"clip_fraction": outside & (advantages != 0)})
+    loss = -ratio.clamp(1 - low, 1 + high) * advantages * inputs.logprobs
+    return TokenLoss(loss, {"clip_fraction": outside & (advantages != 0)})
 
 
-def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
+def sapo(inputs: LossInputs, anchor: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
     """`-(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347). A soft gate replaces the clip."""
+    ratio, advantages = bounded_exp(inputs.logprobs - anchor), inputs.advantages
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    return TokenLoss(-4 / tau * torch.sigmoid(tau * (bounded_exp(log_ratio) - 1)) * advantages)
+    return TokenLoss(-4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages)
 
 
-def tv_mask(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float, cap: float) -> TokenLoss:
+def tv_mask(inputs: LossInputs, anchor: Tensor, low: float, high: float, cap: float) -> TokenLoss:
     """`-min(r, cap) A log p` without the tokens that the update would move further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
 
     A token is masked when A > 0 and its probability is more than `high` above the sampler's, or when A < 0 and its probability is more than
-    `low` below the sampler's. r is the ratio to the sampler, without gradient.
+    `low` below the sampler's, which is the anchor. r is the ratio to the sampler, without gradient.
     """
-    probability, sampled = torch.exp(logprobs.detach()), torch.exp(behaviour)
+    logprobs, advantages = inputs.logprobs, inputs.advantages
+    probability, sampled = torch.exp(logprobs.detach()), torch.exp(anchor)
     masked = torch.where(advantages > 0, probability - sampled > high, sampled - probability > low) & (advantages != 0)
-    ratio = bounded_exp(logprobs.detach() - behaviour).clamp(max=cap)
+    ratio = bounded_exp(logprobs.detach() - anchor).clamp(max=cap)
     return TokenLoss(torch.where(masked, 0.0, -ratio * advantages * logprobs), {"clip_fraction": masked})
 
 
-def policy_gradient(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
+def policy_gradient(inputs: LossInputs, anchor: Tensor) -> TokenLoss:
     """`-A log p`: REINFORCE, Williams 1992 (Machine Learning 8). Unbiased only for the policy that sampled the token."""
-    return TokenLoss(-advantages * logprobs)
+    return TokenLoss(-inputs.advantages * inputs.logprobs)
 
 
 def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip: float | None) -> TokenLoss:
@@ -119,3 +134,15 @@ def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip: float 
         return TokenLoss(free / 2)
     clipped = (torch.clamp(new_values, values - clip, values + clip) - returns) ** 2
     return TokenLoss(torch.maximum(free, clipped) / 2, {"value_clip_fraction": clipped > free})
+
+
+SURROGATES: Mapping[type[Primitive], Callable[..., TokenLoss]] = {
+    Clip: clip,
+    GeometricMean: geometric_mean,
+    Cispo: cispo,
+    Sapo: sapo,
+    TvMask: tv_mask,
+    PolicyGradient: policy_gradient,
+}
+"""The function of each policy loss of a recipe. It gets a micro-batch, the log-probabilities under the anchor [t], and the recipe's settings
+by name."""

@@ -73,4 +73,3 @@ class Objective(Protocol):
 
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
         """Returns a micro-batch's addend of the step's loss, and its metrics."""
-        ...

@@ -1,7 +1,8 @@
-"""The losses of the training service: those of the Tinker API with its names and formulas, and those of the presets and of preferences.
+"""The losses of the training service: those of the Tinker API with its names and formulas, and those of the presets, of preferences and of
+critics.
 
 p is the log-probability of a token under the model, q its log-probability when it was sampled, A its advantage, w its weight and
-r = exp(p - q). A padded token has A = 0 or w = 0.
+r = exp(p - q). A padded token has A = 0 or w = 0. For a critic, p is the value of the sequence up to the token.
 
 Invariant: a loss is a sum over tokens, sequences or pairs, so the gradients of the parts of a batch add up to that of the whole.
 """
@@ -56,36 +57,38 @@ def _clipped(ratio: Tensor, options: Options) -> Tensor:
 
 def gspo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """`ppo` with the geometric mean of the sequence's ratios for each token's: `losses.sequence_log_ratio`."""
-    given, bounds = _policy_inputs(p, inputs, sequence), (1 - options["clip_low_threshold"], options["clip_high_threshold"] - 1)
-    log_ratio = losses.sequence_log_ratio(given.logprobs - given.behaviour, given)
-    return losses.clip(log_ratio, given.advantages, *bounds).loss
+    given = _policy_inputs(p, inputs, sequence, inputs["mask"] > 0)
+    return losses.clip(given, given.behaviour, *_bounds(options), ratio="sequence").loss
 
 
 def gmpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """`losses.geometric_mean`."""
-    given = _policy_inputs(p, inputs, sequence)
-    return losses.geometric_mean(given.logprobs - given.behaviour, given, options["low"], options["high"]).loss
+    given = _policy_inputs(p, inputs, sequence, inputs["mask"] > 0)
+    return losses.geometric_mean(given, given.behaviour, options["low"], options["high"]).loss
 
 
 def dual_clip(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """`losses.clip` with a bound on the loss of tokens with A < 0."""
-    bounds = (1 - options["clip_low_threshold"], options["clip_high_threshold"] - 1)
-    return losses.clip(p - inputs["logprobs"], inputs["advantages"], *bounds, options["dual"]).loss
+    given = _policy_inputs(p, inputs, sequence)
+    return losses.clip(given, given.behaviour, *_bounds(options), options["dual"]).loss
 
 
 def sapo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """`losses.sapo`."""
-    return losses.sapo(p - inputs["logprobs"], inputs["advantages"], options["tau_positive"], options["tau_negative"]).loss
+    given = _policy_inputs(p, inputs, sequence)
+    return losses.sapo(given, given.behaviour, options["tau_positive"], options["tau_negative"]).loss
 
 
 def dppo_tv(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """`losses.tv_mask`."""
-    return losses.tv_mask(p, inputs["logprobs"], inputs["advantages"], options["low"], options["high"], options["cap"]).loss
+    given = _policy_inputs(p, inputs, sequence)
+    return losses.tv_mask(given, given.behaviour, options["low"], options["high"], options["cap"]).loss
 
 
 def reinforce(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """`losses.policy_gradient`."""
-    return losses.policy_gradient(p, inputs["advantages"]).loss
+    given = _policy_inputs(p, inputs, sequence)
+    return losses.policy_gradient(given, given.behaviour).loss
 
 
 def dpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
@@ -110,12 +113,21 @@ def orpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tenso
     return preference.orpo(*_pairs(_means(p, inputs["weights"], sequence)), options["beta"])
 
 
-def _policy_inputs(p: Tensor, inputs: Inputs, sequence: Tensor) -> LossInputs:
-    """The tokens whose mask is not 0."""
-    used = inputs["mask"] > 0
-    behaviour, advantages = inputs["logprobs"][used], inputs["advantages"][used]
+def value(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`losses.value_loss` where the mask is not 0."""
+    return inputs["mask"] * losses.value_loss(p, inputs["values"], inputs["returns"], options["value_clip"]).loss
+
+
+def _policy_inputs(p: Tensor, inputs: Inputs, sequence: Tensor, used: Tensor | slice = slice(None)) -> LossInputs:
+    """The tokens as inputs of a policy loss. `used`: bool [t], those that it sees."""
+    behaviour, advantages = inputs.get("logprobs", p.detach())[used], inputs["advantages"][used]
     count = int(sequence.max()) + 1
     return LossInputs(p[used], behaviour, behaviour, advantages, torch.ones_like(behaviour), sequence[used], count)
+
+
+def _bounds(options: Options) -> tuple[float, float]:
+    """How far a ratio may be below and above 1."""
+    return 1 - options["clip_low_threshold"], options["clip_high_threshold"] - 1
 
 
 def _sums(x: Tensor, sequence: Tensor) -> Tensor:
@@ -136,7 +148,7 @@ LOSSES: Mapping[str, ServiceLoss] = {
     for loss in (
         *(cross_entropy, importance_sampling, ppo, cispo, dro),
         *(gspo, gmpo, dual_clip, sapo, dppo_tv, reinforce),
-        *(dpo, ipo, simpo, orpo),
+        *(dpo, ipo, simpo, orpo, value),
     )
 }
 """By the API's name."""

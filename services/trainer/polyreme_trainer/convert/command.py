@@ -1,7 +1,7 @@
 """`polyreme convert`: detects the kind of the source, and writes the other kind.
 
 Invariant: the target appears whole or not at all, and never replaces an existing file or directory. An option that the conversion does not
-use is refused.
+use is refused. Every tensor of an adapter changes one weight, or nothing is converted.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,14 @@ from polyreme_trainer.convert import (
     torch_dist,
     torch_dist_writer,
 )
-from polyreme_trainer.convert.adapter import with_adapter
 from polyreme_trainer.convert.names import engine_names
 from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.megatron.huggingface import hf_mapping
 from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_files import LazyTensors
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
+from polyreme_trainer.megatron.huggingface.peft_files import read_adapter
 from polyreme_trainer.megatron.models.critic import critic_architecture
 
 VOCAB_MULTIPLE = 128
@@ -252,3 +253,25 @@ def check_layout(arch: Architecture, mesh: Rank, layers: Layers) -> None:
         )
     if layers is Layers.grouped and not arch.experts:
         raise ConfigError("a model with experts for --layers grouped", arch.family.name, "Leave --layers out.")
+
+
+def with_adapter(tensors: Mapping[str, Tensor], folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> LazyTensors:
+    """A model's tensors with W + scale B A in place of each W that the adapter of a directory adapts: computed in float32 at access, in the dtype
+    of W. `shapes`: the model's. Raises ConfigError unless the adapter fits."""
+    adapter = read_adapter(folder)
+    for name, (a, b) in adapter.pairs.items():
+        if name not in shapes or (b.shape[0], a.shape[1]) != shapes[name] or a.shape[0] != b.shape[1]:
+            raise ConfigError(
+                f"an adapter in {folder} of the model's weights",
+                f"A {tuple(a.shape)} and B {tuple(b.shape)} for {name}, which is {shapes.get(name, 'no weight of the model')}",
+                "Give an adapter that was trained for this model.",
+            )
+
+    def read(name: str) -> Tensor:
+        weight = tensors[name]
+        if name not in adapter.pairs:
+            return weight
+        a, b = adapter.pairs[name]
+        return weight.float().addmm(b.float(), a.float(), alpha=adapter.scale).to(weight.dtype)
+
+    return LazyTensors(tensors, read)

@@ -4,7 +4,7 @@ Invariant: a directory is read only if it has all ranks of one layout and one mo
 A critic's head is `rm_head`, cut over the tensor ranks along its input.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from polyreme_trainer.convert.names import CRITIC_BIAS, CRITIC_HEAD, OUTPUT_LAYE
 from polyreme_trainer.convert.parameters import file_shapes, file_slices
 from polyreme_trainer.megatron.huggingface import hf_mapping
 from polyreme_trainer.megatron.huggingface.families.base import EMBEDDING_ROW, FINAL_NORM_ROW, Architecture, Shape
+from polyreme_trainer.megatron.huggingface.hf_files import LazyTensors
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, Slice
 
 
@@ -59,7 +60,7 @@ class TensorPart:
     where: str
 
 
-class RankFiles(Mapping[str, Tensor]):
+class RankFiles(LazyTensors):
     """The Hugging Face tensors of a checkpoint, assembled when they are read. Raises ConfigError when they do not fit.
 
     Args:
@@ -68,6 +69,7 @@ class RankFiles(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, arch: Architecture, given: Mapping[str, int]) -> None:
         self._shapes = hf_mapping.hf_shapes(arch)
+        super().__init__(self._shapes, self._assembled)
         self._parts: dict[str, list[TensorPart]] = {name: [] for name in self._shapes}
         files = found_layout.open_files(folder)
         _check_one_model(folder, files.values())
@@ -77,7 +79,7 @@ class RankFiles(Mapping[str, Tensor]):
                 stage, name = place_in_file(piece.param, arch, rank)
                 self._parts[piece.hf_name].append(TensorPart(file.stages[stage][name], piece, file.where))
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _assembled(self, name: str) -> Tensor:
         parts = sorted(self._parts[name], key=lambda part: not part.piece.primary)
         whole = torch.empty(self._shapes[name], dtype=parts[0].tensor.dtype)
         for part in parts:
@@ -93,12 +95,6 @@ class RankFiles(Mapping[str, Tensor]):
                     f"the same {name} on every rank that holds it", f"others in {part.where}", "Restore the checkpoint."
                 )
         return whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
 
 def _check(arch: Architecture, rank: Rank, file: RankFile) -> None:

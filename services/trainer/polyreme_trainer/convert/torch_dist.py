@@ -8,7 +8,6 @@ Invariant: a tensor is returned only if the pieces cover all of its numbers.
 
 import io
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from polyreme_trainer.convert.names import CRITIC_BIAS, OUTPUT_LAYER, check_shap
 from polyreme_trainer.convert.parameters import file_shapes, file_slices
 from polyreme_trainer.megatron.huggingface import hf_mapping
 from polyreme_trainer.megatron.huggingface.families.base import EMBEDDING_ROW, Architecture
+from polyreme_trainer.megatron.huggingface.hf_files import LazyTensors
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 
 INDEX = ".metadata"
@@ -41,13 +41,14 @@ _Chunk = tuple[tuple[int, ...], tuple[int, ...], _Stored]
 """Place, shape and bytes of a piece."""
 
 
-class TorchDist(Mapping[str, Tensor]):
+class TorchDist(LazyTensors):
     """The Hugging Face tensors of a checkpoint, assembled when they are read. Raises ConfigError when they do not fit."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._folder, self._index = folder, _load_index(folder)
         self._chunks = _chunks(self._index)
         self._shapes = hf_mapping.hf_shapes(arch)
+        super().__init__(self._shapes, self._assembled)
         self._keys = {_named(key): key for key in self._index.state_dict_metadata if not _NO_WEIGHTS.search(key)}
         sizes = {name: tuple(self._index.state_dict_metadata[key].size) for name, key in self._keys.items()}
         rank = Rank(vocab_multiple=sizes.get(EMBEDDING_ROW.param, (hf_mapping.VOCAB_MULTIPLE,))[0])
@@ -73,7 +74,7 @@ class TorchDist(Mapping[str, Tensor]):
         check_shapes(expected, sizes, str(self._folder))
         return places
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _assembled(self, name: str) -> Tensor:
         whole: Tensor | None = None
         for key, place, piece in self._pieces[name]:
             value = self._read(self._keys[key], place)[piece.param_index]
@@ -82,12 +83,6 @@ class TorchDist(Mapping[str, Tensor]):
             whole[piece.hf_index] = value
         assert whole is not None
         return whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
 
     def _read(self, key: str, place: tuple[int, ...]) -> Tensor:
         """One parameter of a stacked tensor, or the whole tensor when `place` is empty."""

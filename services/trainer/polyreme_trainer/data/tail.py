@@ -7,6 +7,7 @@ The rule: a conversation that stands in for the real one is rendered with the ne
 answer also follows that of the real one.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from itertools import takewhile
@@ -21,6 +22,7 @@ Tools = list[Message] | None
 _WHERE = "the messages of an episode"
 _TOOL = "f"
 _COUNTS = 256
+_PROMPTS = 256
 
 
 class Tail:
@@ -33,6 +35,7 @@ class Tail:
     def __init__(self, template: Template) -> None:
         self._template = template
         self._ends: dict[str, int] = {}
+        self._prompts: dict[bytes, np.ndarray] = {}  # by a digest of messages and tools, in the order of their first use
         if not template.is_chat:
             raise ConfigError("data.template: chat, for conversations", "data.template: none", "Use the model's chat template.")
         if not self._count_ends([], None):
@@ -43,10 +46,21 @@ class Tail:
             )
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
-        """int32 [p], the prompt of a conversation that begins with these messages. Raises DataError when the template refuses them."""
+        """int32 [p], read-only: the prompt of a conversation that begins with these messages. Raises DataError when the template refuses them.
+
+        All episodes of a task begin with the same ones, so the newest prompts are kept.
+        """
+        key = hashlib.sha256(json.dumps([messages, tools]).encode()).digest()
+        if (known := self._prompts.get(key)) is not None:
+            return known
         chat = self._template.fitted(read_chat(list(messages), _WHERE, tools))
         (text,) = self._template.apply([chat], generation_prompt=True)
-        return self._template.encode_prompts([text])[0]
+        prompt = self._template.encode_prompts([text])[0]
+        prompt.setflags(write=False)
+        if len(self._prompts) >= _PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        self._prompts[key] = prompt
+        return prompt
 
     def after(self, exact: np.ndarray, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
         """int32 [k], what follows a conversation when new messages arrive, up to where the next answer begins.

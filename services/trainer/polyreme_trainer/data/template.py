@@ -206,10 +206,15 @@ class Template:
         return step
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
-        return self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        tokenizer = self._tokenizer.backend_tokenizer
+        if len(texts) == 1:  # a batch of one would be given to another thread
+            return [tokenizer.encode(texts[0], add_special_tokens=False)]
+        return list(tokenizer.encode_batch(list(texts), add_special_tokens=False))
 
     def _with_lead(self, ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         lead, size = self._lead, len(self._lead)
+        if not size:
+            return list(ids)
         return [each if np.array_equal(each[:size], lead) else np.concatenate([lead, each]) for each in ids]
 
     def _text(self, ids: TokenIds) -> str:

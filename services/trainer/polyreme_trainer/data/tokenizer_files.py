@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyreme.errors import ConfigError
+from polyreme.process.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 def load_tokenizer(files: Mapping[str, bytes]) -> "PreTrainedTokenizerFast":
     """The fast tokenizer of a model directory, without truncation and padding. Raises ConfigError when transformers cannot load it."""
-    from transformers import PreTrainedTokenizerFast  # it takes 1.5 s, and most learner ranks build no template
+    with quick_imports():
+        from transformers import PreTrainedTokenizerFast  # it takes 1.5 s, and most learner ranks build no template
 
     if "tokenizer.json" not in files:
         raise ConfigError(

@@ -2,14 +2,13 @@
 
 import asyncio
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from polyreme.experience.run import Run
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.listing import attached
+from polyreme.experience.store import RECONNECT_TIMEOUT
 from polyreme.net.endpoint import address_towards
 from polyreme.net.ports import free_port, join
 from polyreme.net.redis_url import redis_option
@@ -32,15 +31,10 @@ def machines(
     logging_setup.setup("learner")
 
     async def once() -> int:
-        client = await connect(redis, RECONNECT_TIMEOUT)
-        try:
-            found = await Run.attach(client, run, _ATTACH_SECONDS)
+        async with attached(redis, run, _ATTACH_SECONDS, RECONNECT_TIMEOUT) as found:
             own = host or address_towards(redis)
             endpoint = join(own, port or free_port("::" if ":" in own else "0.0.0.0"))
             return await lead(found, await found.config(), redis, endpoint, log_dir, ranks)
-        finally:
-            with suppress(OSError):
-                await client.aclose()
 
     with exit_on_error("learner"):
         sys.exit(asyncio.run(once()))

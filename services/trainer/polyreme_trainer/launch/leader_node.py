@@ -16,19 +16,23 @@ from polyreme.errors import ConfigError, PolyremeError, StaleTermError, Unavaila
 from polyreme.experience.leases import Lease
 from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import address
+from polyreme.experience.store_errors import address
 from polyreme.net.endpoint import is_loopback
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES, describe_end
-from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, check_launch, proof_of, start_agent
+from polyreme_trainer.launch.rendezvous import (
+    AGENT,
+    TIMES,
+    LaunchTimes,
+    MachineError,
+    Machines,
+    check_launch,
+    proof_of,
+    start_agent,
+)
 from polyreme_trainer.launch.supervision import LEARNER
 
 logger = logging.getLogger(__name__)
-
-_NOTICE_SECONDS = 2.0
-"""Seconds of waiting after which a notice names the missing machines."""
-_REPORT_SECONDS = 5.0
-"""Seconds for the other machines to report the end of their ranks after this machine's ranks have ended, and vice versa."""
 
 
 async def lead(
@@ -39,6 +43,7 @@ async def lead(
     log_dir: Path,
     ranks: Sequence[str] = LEARNER,
     agent: Sequence[str] = AGENT,
+    times: LaunchTimes = TIMES,
 ) -> int:
     """Leads one launch to its end.
 
@@ -54,7 +59,7 @@ async def lead(
         StaleTermError: another process is now the leader. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
         killed.
     """
-    machines = Machines(run)
+    machines = Machines(run, times)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
     facts: dict[str, object] = {"node": 0, "log_dir": str(log_dir), "members": []}
     proof = proof_of(config, launch)
@@ -63,13 +68,13 @@ async def lead(
     proof.touch()
     try:
         async with await machines.register(Lease("learner", launch, endpoint, "", API_VERSION, facts)) as keeper:
-            members = await _gather(machines, run, config, keeper.lease)
+            members = await _gather(machines, run, config, keeper.lease, times.notice)
             if not members:
                 return 0
             await keeper.update({"members": [lease.id for lease in members]})
             child = start_agent(keeper.lease, 0, run, config, redis_url, ranks, agent, log_path=None)
             try:
-                status = await _outcome(machines, run, keeper.lease, members, child)
+                status = await _outcome(machines, run, keeper.lease, members, child, times.report)
                 if status < 0:
                     raise PolyremeError(
                         "this machine's agent to keep running", describe_end(child), f"See the logs in {log_dir}."
@@ -82,7 +87,7 @@ async def lead(
         proof.unlink(missing_ok=True)
 
 
-async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) -> list[Lease]:
+async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease, notice_seconds: float) -> list[Lease]:
     """The lease of one machine for every other node, once all have answered; empty when the run was asked to stop."""
     nodes, seconds = range(1, config.trainer.parallel.nodes), config.rollout.start_timeout
     answers: dict[int, Lease] = {}
@@ -104,7 +109,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
             "; ".join(f"polyreme learner --node {node} --redis {at}" for node in absent),
         )
 
-    members = await run.until(look, within=_NOTICE_SECONDS)
+    members = await run.until(look, within=notice_seconds)
     if members is None:
         who, commands = missing()
         text = f"the learner waits for {who}, at most {seconds:g} s; start there: {commands}"
@@ -125,7 +130,9 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
     return members
 
 
-async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[Lease], child: Child) -> int:
+async def _outcome(
+    machines: Machines, run: Run, call: Lease, members: Sequence[Lease], child: Child, report_seconds: float
+) -> int:
     """Waits for the end of the launch. Returns the exit status of this machine's agent, or raises another machine's error.
 
     If both have ended, an exit code that forbids a restart decides.
@@ -154,7 +161,7 @@ async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[
         await asyncio.wait({here, others}, return_when=asyncio.FIRST_COMPLETED)
         here_first = here.done()
         if not (here_first and here.result() in decided):
-            await asyncio.wait({here, others}, timeout=_REPORT_SECONDS)
+            await asyncio.wait({here, others}, timeout=report_seconds)
         error = others.result() if others.done() else None
         if here.done() and here.result() in decided:
             return here.result()

@@ -48,12 +48,13 @@ class Notifier:
     Args:
         config, run_id: the run's configuration and id.
         emit: appends to the run's records.
+        backoff: between two attempts to send a notice.
     """
 
-    def __init__(self, config: BaseConfig, run_id: str, emit: Emit) -> None:
+    def __init__(self, config: BaseConfig, run_id: str, emit: Emit, backoff: Backoff = _BACKOFF) -> None:
         self._config, self._run_id = config, run_id
         self._rules = self._rules_after(None, None)
-        self._receivers = [_Receiver(section, config, emit) for section in config.notices]
+        self._receivers = [_Receiver(section, config, emit, backoff) for section in config.notices]
 
     def start(self) -> None:
         """Begins to send."""
@@ -89,8 +90,8 @@ class Notifier:
 class _Receiver:
     """One receiver with its queue and its task."""
 
-    def __init__(self, section: ReceiverConfig, config: BaseConfig, emit: Emit) -> None:
-        self._section, self._emit, self._failed = section, emit, False
+    def __init__(self, section: ReceiverConfig, config: BaseConfig, emit: Emit, backoff: Backoff) -> None:
+        self._section, self._emit, self._backoff, self._failed = section, emit, backoff, False
         self._sender: Sender = WebhookSender(section) if isinstance(section, WebhookConfig) else CommandSender(section, config)
         self._waiting: asyncio.Queue[Notice] = asyncio.Queue(QUEUE)
         self._task: asyncio.Task[None] | None = None
@@ -138,7 +139,7 @@ class _Receiver:
                 failure = error
                 break
             if attempt < self._section.attempts:
-                await asyncio.sleep(_BACKOFF.draw(attempt))
+                await asyncio.sleep(self._backoff.draw(attempt))
         logger.warning("a notice (%s) could not be sent by %s: %s", notice.event, self._section.kind, failure)
         if not self._failed:  # one record is enough: all failures are in the log
             self._failed = True

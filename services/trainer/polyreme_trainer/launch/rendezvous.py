@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
@@ -22,10 +22,26 @@ from polyreme_trainer.launch.trainer_process import rank_environment
 
 AGENT = ("-m", "polyreme_trainer.launch.agent")
 """Python's arguments for a machine's agent. It takes: rendezvous, launch, node, nodes, ranks per node, and the arguments for a rank."""
-_BACK_SECONDS = 6.0
-"""A lease that is missing for longer is lost. It exceeds the renewal interval, since a lease can expire while Redis is paused."""
-_FILES_SECONDS = 10.0
-"""Seconds within which the other machines must see the trainer's file."""
+
+
+@dataclass(frozen=True)
+class LaunchTimes:
+    """Deadlines of a launch on several machines, in seconds.
+
+    Attributes:
+        notice: after so long a wait a notice names the missing machines.
+        files: within which the other machines must see the trainer's file.
+        back: a lease that is missing for longer is lost. It exceeds the renewal interval, since a lease can expire while Redis is paused.
+        report: for the other machines to report the end of their ranks after this machine's ranks have ended, and vice versa.
+    """
+
+    notice: float = 2.0
+    files: float = 10.0
+    back: float = 6.0
+    report: float = 5.0
+
+
+TIMES = LaunchTimes()
 
 
 class MachineError(PolyremeError):
@@ -39,8 +55,8 @@ class MachineError(PolyremeError):
 class Machines:
     """The leases of a run's learner machines by id, and the time for which each has been missing."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._registry = run, Registry(run)
+    def __init__(self, run: Run, times: LaunchTimes = TIMES) -> None:
+        self._run, self._registry, self._times = run, Registry(run), times
         self._missed: dict[str, float] = {}
 
     async def register(self, lease: Lease) -> LeaseKeeper:
@@ -61,12 +77,12 @@ class Machines:
         return {lease.facts["node"]: lease for lease in found if lease.facts.get("launch") == launch}
 
     def is_lost(self, lease: str, present: bool) -> bool:
-        """Whether a lease was missing at every call for `_BACK_SECONDS`. `present`: whether it exists now."""
+        """Whether a lease was missing at every call for `LaunchTimes.back`. `present`: whether it exists now."""
         now = time.monotonic()
         if present:
             self._missed.pop(lease, None)
             return False
-        return now - self._missed.setdefault(lease, now) > _BACK_SECONDS
+        return now - self._missed.setdefault(lease, now) > self._times.back
 
 
 def check_launch(lease: Lease, call: Lease) -> None:
@@ -76,9 +92,9 @@ def check_launch(lease: Lease, call: Lease) -> None:
         raise MachineError(lease, lease.facts["why"], f"See {log}.", lease.facts["status"])
 
 
-async def check_files(run: Run, config: RunConfig, launch: str) -> None:
-    """Raises ConfigError unless the run directory and the model are the same here as on the trainer's machine."""
-    deadline, proof = time.monotonic() + _FILES_SECONDS, proof_of(config, launch)
+async def check_files(run: Run, config: RunConfig, launch: str, seconds: float) -> None:
+    """Raises ConfigError unless the run directory and the model are the same here as on the trainer's machine. `seconds`: to see its file."""
+    deadline, proof = time.monotonic() + seconds, proof_of(config, launch)
     while not proof.exists():
         if time.monotonic() > deadline:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 Invariant: the run is `done` when every child exited with status 0, `stopped` when a stop came before the last iteration, `failed` (with the
 reason) when a child could not be kept running, and unchanged when another trainer has taken it over. summary.json has the same state. All learner
-ranks restart together, from the last checkpoint; the orchestrator restarts alone. Ranks of one machine are started here; `leader_node`
+ranks restart together, from the last checkpoint; an orchestrator restarts alone. Ranks of one machine are started here; `leader_node`
 starts those of several.
 """
 
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
@@ -20,9 +21,11 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.log_reader import LogReader
 from polyreme.experience.metric_records import ReplicasChanged, ServiceNotice
 from polyreme.experience.run import Run, RunState
+from polyreme.experience.shard import role_of
 from polyreme.process.lifecycle import until_set
 from polyreme.process.supervisor import ProcessSet, ProcessSpec
-from polyreme.rundir.progress import comparable, stream_time
+from polyreme.rundir.evaluations import comparable
+from polyreme.rundir.progress import stream_time
 from polyreme.rundir.run_directory import write_replicas
 from polyreme.rundir.run_records import write_end
 from polyreme.weights.arena import remove_stale
@@ -145,20 +148,20 @@ class Trainer(Supervision):
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
-        self.notifier.know(recorder.evaluation, max(recorder.evaluations.values(), default=None))
+        self.notifier.know(recorder.progress.evaluation, max(recorder.progress.evaluations.values(), default=None))
         best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()
             batch = self._use.added(await self._run.records(recorder.cursor, block_ms=0))
-            before = recorder.evaluation
+            before = recorder.progress.evaluation
             await recorder.take(batch, await self._run.state())
-            if before and recorder.evaluation and not comparable(before, recorder.evaluation):
+            if before and recorder.progress.evaluation and not comparable(before, recorder.progress.evaluation):
                 await self._run.emit(ServiceNotice(service="train", text=_INCOMPARABLE))
             self.notifier.take([{"time": stream_time(at), **record} for at, record in batch])
             if any(record["kind"] in ("eval", "saved") for _, record in batch):
-                await asyncio.to_thread(best.update, recorder.evaluations)
-            if recorder.recorded > recorded:
-                recorded = recorder.recorded
+                await asyncio.to_thread(best.update, recorder.progress.evaluations)
+            if recorder.progress.newest > recorded:
+                recorded = recorder.progress.newest
                 await self._run.set_recorded(recorded)
                 await self._run.discard_trained(recorded)
             since_mark += len(batch)
@@ -222,16 +225,13 @@ def trainer_processes(
     learner_arguments: Sequence[str] = LEARNER,
     rendezvous: RendezvousAddress = RendezvousAddress(),
 ) -> list[ProcessSet]:
-    """The orchestrator and the learner. On one machine the learner is its ranks, with torchrun's environment; on several it is the process
+    """The orchestrators and the learner. On one machine the learner is its ranks, with torchrun's environment; on several it is the process
     that leads a launch."""
     shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
 
-    def orchestrator() -> list[ProcessSpec]:
-        return [
-            ProcessSpec(
-                "orchestrator", (sys.executable, "-m", "polyreme_trainer.orchestrator"), {**shared, "OMP_NUM_THREADS": "1"}
-            )
-        ]
+    def orchestrator(number: int) -> list[ProcessSpec]:
+        argv = (sys.executable, "-m", "polyreme_trainer.orchestrator", str(number))
+        return [ProcessSpec(role_of(number), argv, {**shared, "OMP_NUM_THREADS": "1"})]
 
     def learner() -> list[ProcessSpec]:
         return rank_programs(config.trainer.parallel, learner_arguments, rank_environment(config, run_id, redis_url))
@@ -249,4 +249,6 @@ def trainer_processes(
         ]
 
     programs = learner if config.trainer.parallel.nodes == 1 else leader
-    return [ProcessSet("learner", programs, log_dir), ProcessSet("orchestrator", orchestrator, log_dir)]
+    numbers = range(config.trainer.orchestrators)
+    orchestrators = [ProcessSet(role_of(number), partial(orchestrator, number), log_dir) for number in numbers]
+    return [ProcessSet("learner", programs, log_dir), *orchestrators]

@@ -20,7 +20,7 @@ from polyreme.experience.run import Run
 from polyreme.net.endpoint import address_towards
 from polyreme.process.supervisor import describe_end, last_error
 from polyreme.weights.arena import arena_path, remove_stale
-from polyreme_trainer.launch.rendezvous import AGENT, Machines, check_files, log_path_of, start_agent
+from polyreme_trainer.launch.rendezvous import AGENT, TIMES, LaunchTimes, Machines, check_files, log_path_of, start_agent
 from polyreme_trainer.launch.supervision import LEARNER
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ async def serve_launches(
     stop: asyncio.Event,
     ranks: Sequence[str] = LEARNER,
     agent: Sequence[str] = AGENT,
+    times: LaunchTimes = TIMES,
 ) -> None:
     """Runs machine `node`'s share of the ranks, launch after launch, until `stop` or until the run is done.
 
@@ -52,7 +53,7 @@ async def serve_launches(
     name = f"learner-{node}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     facts = {"node": node, "launch": "", "status": None, "why": ""}
     lease = Lease("learner", name, address_towards(redis_url), "", API_VERSION, facts)
-    machines, known = Machines(run), ""
+    machines, known = Machines(run, times), ""
     remove_stale()
     async with _no_arena_left(run.run_id, node), await machines.register(lease) as keeper:
 
@@ -102,7 +103,7 @@ async def serve_launches(
         while (found := await run.until(called)) and (call := found[0]):
             known = call.id
             try:
-                await check_files(run, config, known)
+                await check_files(run, config, known, times.files)
             except ConfigError as error:
                 logger.error("%s", error)
                 await keeper.update({"launch": known, "status": error.exit_code, "why": str(error)})

@@ -17,26 +17,22 @@ from pathlib import Path
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
+from polyreme.experience.listing import attached
 from polyreme.experience.loading import reports_to, unreported
 from polyreme.experience.metric_records import MetricRecord
-from polyreme.experience.run import Run
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT
 from polyreme.process import logging_setup
-from polyreme.process.lifecycle import die_with_parent, exit_on_error
+from polyreme.process.lifecycle import die_with_parent, exit_on_error, freeze_gc
 from polyreme.process.machine import memory_limit
+from polyreme.process.prompt_exit import prompt_exit
+from polyreme.process.quick_imports import quick_imports
 from polyreme.rundir.input_files import read_model_files
 from polyreme.rundir.run_directory import read_run_file, read_stage_config
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
-from polyreme_trainer.learner.loading import reports_to_run
 from polyreme_trainer.learner.loop import Learner
-from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
-from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
-from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
-from polyreme_trainer.megatron.run_engine import RunEngine
-from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
+from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError, reports_to_run
 from polyreme_trainer.memory.memory_estimate import announce
 from polyreme_trainer.observe.records import Recorder
 from polyreme_trainer.observe.resource_use import StageUse
@@ -44,17 +40,20 @@ from polyreme_trainer.stages import program
 from polyreme_trainer.stages.program import StageLog
 from polyreme_trainer.stages.table import TABLE
 
+with quick_imports():
+    from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+    from polyreme_trainer.megatron.run_engine import RunEngine
+    from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
+
 logger = logging.getLogger(__name__)
 
 
 async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, bytes]]:
     """The run's configuration and the model's small files."""
-    redis = await connect(redis_url, RECONNECT_TIMEOUT)
-    try:
-        run = await Run.attach(redis, run_id, ATTACH_SECONDS)
+    async with attached(redis_url, run_id, ATTACH_SECONDS, RECONNECT_TIMEOUT) as run:
         return await run.config(), await run.model_files()
-    finally:
-        await redis.aclose()
 
 
 @contextmanager
@@ -124,6 +123,7 @@ def no_record(record: MetricRecord) -> None:
 
 def main(kind: type[Learner] = Learner) -> None:
     """Runs this process's rank of a stage, or of a learner of class `kind`."""
+    freeze_gc(collect=False)  # no collection looks at the modules
     if agent := os.environ.get(AGENT_PID):
         die_with_parent(int(agent))
     rank, run_dir = int(os.environ["RANK"]), os.environ.get("POLYREME_RUN_DIR")
@@ -141,4 +141,5 @@ def main(kind: type[Learner] = Learner) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with prompt_exit():
+        main()

@@ -20,9 +20,10 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, StoreError, UnavailableError
 from polyreme.experience.device_lease import TTL, DeviceLease
 from polyreme.experience.leases import Registry
+from polyreme.experience.listing import attached
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleGrantError
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.run_client import DrainError
 
@@ -178,25 +179,17 @@ class LeaseThread:
     async def _main(self) -> None:
         self._stop = asyncio.Event()
         try:
-            redis = await connect(self._redis_url, RECONNECT_TIMEOUT)
+            async with attached(self._redis_url, self._run_id, ATTACH_TIMEOUT, RECONNECT_TIMEOUT) as self._run:
+                self._lease = DeviceLease(self._run, "train", f"learner-{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+                self._running.set_result(asyncio.get_running_loop())
+                await self._renew()
+                if self._gives_up:
+                    with suppress(StoreError):
+                        await self._lease.give_up()
         except PolyremeError as error:
+            if self._running.done():
+                raise
             self._running.set_exception(error)
-            return
-        try:
-            self._run = await Run.attach(redis, self._run_id, ATTACH_TIMEOUT)
-            self._lease = DeviceLease(self._run, "train", f"learner-{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
-            self._running.set_result(asyncio.get_running_loop())
-            await self._renew()
-            if self._gives_up:
-                with suppress(StoreError):
-                    await self._lease.give_up()
-        except PolyremeError as error:
-            if not self._running.done():
-                self._running.set_exception(error)
-                return
-            raise
-        finally:
-            await redis.aclose()
 
     async def _renew(self) -> None:
         while not self._stop.is_set():

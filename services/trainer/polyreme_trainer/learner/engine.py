@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from polyreme.config.trainer import SftPhase
 from polyreme.experience.metric_records import MetricValues
-from polyreme.experience.record_codec import decode_group
+from polyreme.experience.record_codec import TrainedSamples, decode_group
 from polyreme.experience.records import GroupRecord
-from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
@@ -132,15 +131,12 @@ class StepEngine(Protocol):
 
     def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""
-        ...
 
     def means(self, metrics: "Sequence[Metrics]") -> Mapping[str, float]:
         """The metrics over all ranks' parts of the rows. Waits for the device and for other ranks."""
-        ...
 
     def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
         """Changes the model's weights by the gradient. Returns metrics: `grad_norm`, `lr`, and those of routers."""
-        ...
 
 
 class Engine(StepEngine, Protocol):
@@ -152,20 +148,16 @@ class Engine(StepEngine, Protocol):
     @property
     def longest(self) -> int:
         """The largest number of tokens of a sequence."""
-        ...
 
     @property
     def facts(self) -> CheckpointFacts:
         """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
-        ...
 
     def forward(self, role: str, rows: StageRows) -> NDArray[np.float32]:
         """The model's number for each token that follows another one, 0 where it is not trained on: float32 [t], sequence by sequence."""
-        ...
 
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         """The metrics of a loss on rows, without a gradient. For `means`."""
-        ...
 
     def finish_save(self, wait: bool) -> Saved | None:
         """Returns a checkpoint once it is complete on all ranks; each is returned once. None while it is incomplete, or when there is none.
@@ -176,11 +168,9 @@ class Engine(StepEngine, Protocol):
         Raises:
             The error that writing raised.
         """
-        ...
 
     def close(self) -> None:
         """Ends a running save, and removes what the engine shares with other processes."""
-        ...
 
 
 class StageEngine(Engine, Protocol):
@@ -192,7 +182,6 @@ class StageEngine(Engine, Protocol):
         Raises:
             ConfigError: there are checkpoints, but none can be used.
         """
-        ...
 
     def save(self, number: int, facts: CheckpointFacts, hf_path: Path | None) -> None:
         """Starts to write the checkpoint of step `number`.
@@ -201,7 +190,6 @@ class StageEngine(Engine, Protocol):
             facts: JSON values; rank 0's are stored.
             hf_path: the Hugging Face directory in which the model is written before the checkpoint, with the file `STEP`; None: none.
         """
-        ...
 
     def export(self, path: Path) -> Sequence[Gate]:
         """Writes the model as a Hugging Face directory, loads it with transformers, and compares that model with this engine's.
@@ -209,7 +197,6 @@ class StageEngine(Engine, Protocol):
         Returns:
             The comparison's outcomes; empty on ranks other than 0.
         """
-        ...
 
 
 class TrainEngine(Engine, Protocol):
@@ -218,12 +205,10 @@ class TrainEngine(Engine, Protocol):
     @property
     def newest_save(self) -> int | None:
         """The version of the newest checkpoint; None without one."""
-        ...
 
     @property
     def arena(self) -> Arena:
         """This host's arena; on rank 0 only."""
-        ...
 
     def load(self) -> int | None:
         """Restores the newest intact checkpoint. Returns its version; None when the run has no checkpoint yet.
@@ -231,27 +216,21 @@ class TrainEngine(Engine, Protocol):
         Raises:
             ConfigError: there are checkpoints, but none can be used.
         """
-        ...
 
     def begin_phase(self, phase: SftPhase) -> None:
         """Creates the actor's optimizer for a supervised phase."""
-        ...
 
     def begin_iterations(self) -> None:
         """Creates the actor's optimizer for the iterations, after the supervised phases."""
-        ...
 
     def mix_in(self, rows: StageRows) -> None:
         """Takes the rows of `algorithm.ptx`. Every later step of the actor mixes some of them in."""
-        ...
 
     def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
         """Starts to write a checkpoint between two supervised steps; `step` counts the completed steps of all phases. As `save`."""
-        ...
 
     def load_warm_start(self) -> Mapping[str, int] | None:
         """Restores the newest intact checkpoint of a warm start. Returns its facts; None without one."""
-        ...
 
     def train(self, batch: PlannedBatch) -> MetricValues:
         """Trains one iteration.
@@ -259,42 +238,32 @@ class TrainEngine(Engine, Protocol):
         Returns:
             Its metrics, which include `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
         """
-        ...
 
     @property
     def trained_samples(self) -> TrainedSamples | None:
         """How the newest iteration used its samples; None before the first. The same on every rank."""
-        ...
 
     def write(self, slot: int, version: int, term: int) -> Written:
         """Writes the actor's weights into a free arena slot as `version`."""
-        ...
 
     def save(self, written: Written, version: int, facts: CheckpointFacts) -> None:
         """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
-        ...
 
     def hf_path(self, version: int) -> Path:
         """The path of the Hugging Face directory of `version`."""
-        ...
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:
         """Compares the actor with a Hugging Face directory that must hold the same weights. Empty on ranks other than 0."""
-        ...
 
     def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
         """Compares answers of replicas that serve the newest version with this engine's models. Empty on ranks other than 0."""
-        ...
 
     @property
     def compares_answers(self) -> bool:
         """Whether replicas must answer before training begins."""
-        ...
 
     def leave_device(self) -> DeviceUse:
         """Moves weights, moments and idle roles to the host's memory, and drops gradients. The next call must be `return_to_device`."""
-        ...
 
     def return_to_device(self) -> None:
         """Moves everything that `leave_device` moved back to the device."""
-        ...

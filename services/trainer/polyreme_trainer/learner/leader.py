@@ -37,11 +37,9 @@ class Channel(Protocol):
 
     def send(self, kind: int, payload: bytes) -> None:
         """Called on rank 0. Raises RuntimeError when another rank has died."""
-        ...
 
     def receive(self) -> tuple[int, bytes]:
         """Called on every other rank. Raises RuntimeError when rank 0 has died or sends nothing for too long."""
-        ...
 
 
 class Ranks:
@@ -142,7 +140,8 @@ class Ranks:
             task.cancel()
 
     def _send_failure(self, error: BaseException) -> None:
-        code = error.exit_code if isinstance(error, PolyremeError) else 1
+        is_asked = isinstance(error, asyncio.CancelledError)
+        code = error.exit_code if isinstance(error, PolyremeError) else int(not is_asked)
         try:
             self._send(_FAILED, struct.pack("<i", code) + f"{type(error).__name__}: {error}"[:2000].encode())
         except RuntimeError as lost:

@@ -5,15 +5,18 @@ Invariant: every wait ends when the run drains or fails. DrainError is not a fai
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Plan, Term, Writer
+from polyreme.experience.listing import attached
+from polyreme.experience.loading import REPORT_SECONDS, LoadReports, reports_to
 from polyreme.experience.metric_records import MetricRecord, ServiceNotice
 from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run, RunState
@@ -26,8 +29,6 @@ from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_state import Commit
 
 ATTACH_SECONDS = 60.0
-STATE_SECONDS = 0.5
-AGAIN_SECONDS = 1.0  # pause after all replicas were lost, since a dead one's lease expires a few seconds later
 
 Answers = list[gates.Answer]
 T = TypeVar("T")
@@ -43,9 +44,17 @@ class DrainError(PolyremeError):
 
 
 class RunClient:
-    """Rank 0's connection to the run, as the run's only learner. Create it with `open`."""
+    """Rank 0's connection to the run, as the run's only learner. Create it with `open`.
 
-    def __init__(self, run: Run, experience: ExperienceLog, term: Term) -> None:
+    Args:
+        state_seconds: between two looks at the run, or at a replica's lease, while this waits.
+        again_seconds: pause after all replicas were lost, since a dead one's lease expires a few seconds later.
+    """
+
+    def __init__(
+        self, run: Run, experience: ExperienceLog, term: Term, state_seconds: float = 0.5, again_seconds: float = 1.0
+    ) -> None:
+        self.state_seconds, self.again_seconds = state_seconds, again_seconds
         self.run, self.experience, self.term = run, experience, term
         self.registry = Registry(run)
 
@@ -84,7 +93,7 @@ class RunClient:
             if await self.draining():
                 raise DrainError(what)
 
-        return await _watched(work, check)
+        return await self._watched(work, check)
 
     async def plan(self, iteration: int, straggler_seconds: float) -> tuple[Plan, list[bytes]] | None:
         """The plan of iteration `iteration` and its groups' payloads; None when the run drains."""
@@ -134,30 +143,33 @@ class RunClient:
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
-        deadline = time.monotonic() + _commit_timeout(config)
-        questions, lost = await self._questions(config, version), dict[str, str]()
-        while True:
-            commits = await self._committed(publisher, version, config, max(0.0, deadline - time.monotonic()))
-            names = {commit.replica for commit in commits}
-            leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
-            asking = asyncio.gather(*(self._answers(lease, questions, config.rollout.temperature, lost) for lease in leases))
-            if answers := [pair for pair in await self.watch(asking, "replicas to answer") if pair is not None]:
-                return [a for greedy, _ in answers for a in greedy], [a for _, sampled in answers for a in sampled]
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"a rollout replica to compare with within {_commit_timeout(config):g} s",
-                    "; ".join(f"{name}: {why}" for name, why in lost.items()) or "none with a lease",
-                    "See the replicas' logs.",
-                )
-            await self.watch(asyncio.sleep(AGAIN_SECONDS), "replicas to answer")
+        deadline, lost = time.monotonic() + _commit_timeout(config), dict[str, str]()
+        reading = asyncio.create_task(self._questions(config, version))  # while the replicas load the version
+        try:
+            while True:
+                commits = await self._committed(publisher, version, config, max(0.0, deadline - time.monotonic()))
+                names, questions = {commit.replica for commit in commits}, await reading
+                leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
+                asking = asyncio.gather(*(self._answers(lease, questions, config.rollout.temperature, lost) for lease in leases))
+                if answers := [pair for pair in await self.watch(asking, "replicas to answer") if pair is not None]:
+                    return [a for greedy, _ in answers for a in greedy], [a for _, sampled in answers for a in sampled]
+                if time.monotonic() > deadline:
+                    raise UnavailableError(
+                        f"a rollout replica to compare with within {_commit_timeout(config):g} s",
+                        "; ".join(f"{name}: {why}" for name, why in lost.items()) or "none with a lease",
+                        "See the replicas' logs.",
+                    )
+                await self.watch(asyncio.sleep(self.again_seconds), "replicas to answer")
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _questions(self, config: RunConfig, version: int) -> gates.Questions:
-        template = Template(await self.run.model_files(), config.data)
-        prompts = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
+        prompts, stop_ids = await asyncio.to_thread(_prompts, await self.run.model_files(), config)
         return gates.Questions(
             self.run.run_id,
-            [prompt.ids.astype(np.int64) for prompt in prompts],
-            template.stop_ids,
+            prompts,
+            stop_ids,
             min(gates.NEW_TOKENS, config.rollout.max_new_tokens),
             version,
             config.rollout.chunk_timeout,
@@ -175,8 +187,9 @@ class RunClient:
                 raise gates.ReplicaLostError("its lease has expired")
 
         try:
-            greedy = await _watched(gates.ask_replica(lease.address, questions, 0.0, 1), check)
-            return greedy, await _watched(gates.ask_replica(lease.address, questions, temperature, gates.SAMPLES), check)
+            greedy = await self._watched(gates.ask_replica(lease.address, questions, 0.0, 1), check)
+            sampled = gates.ask_replica(lease.address, questions, temperature, gates.SAMPLES)
+            return greedy, await self._watched(sampled, check)
         except gates.ReplicaLostError as error:
             if lease.id not in lost:
                 text = f"replica {lease.id} at {lease.address} was lost before it could be compared: {error}"
@@ -184,18 +197,24 @@ class RunClient:
             lost[lease.id] = str(error)
             return None
 
+    async def _watched(self, work: Awaitable[T], check: Callable[[], Awaitable[None]]) -> T:
+        """Awaits `work` and calls `check` every `state_seconds`. Cancels `work` when `check` raises."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=self.state_seconds))[0]:
+                await check()
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
-async def _watched(work: Awaitable[T], check: Callable[[], Awaitable[None]]) -> T:
-    """Awaits `work` and calls `check` twice a second. Cancels `work` when `check` raises."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait({task}, timeout=STATE_SECONDS))[0]:
-            await check()
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+
+def _prompts(files: Mapping[str, bytes], config: RunConfig) -> tuple[list[NDArray[np.int64]], tuple[int, ...]]:
+    """The ids of a few training prompts, int64 [length] each, and the ids that end a response."""
+    template = Template(files, config.data)
+    chosen = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
+    return [prompt.ids.astype(np.int64) for prompt in chosen], template.stop_ids
 
 
 def _commit_timeout(config: RunConfig) -> float:
@@ -206,3 +225,13 @@ def _commit_timeout(config: RunConfig) -> float:
 def _spread(items: Sequence[T], count: int) -> list[T]:
     """`count` of the items, evenly spaced."""
     return [items[i * len(items) // count] for i in range(min(count, len(items)))]
+
+
+def reports_to_run(redis_url: str, run_id: str, interval: float = REPORT_SECONDS) -> LoadReports:
+    """`LoadReports` whose records go to a run, each by a connection of its own: the learner connects to the run only after its models exist."""
+    return reports_to(lambda record: asyncio.run(_emit(redis_url, run_id, record)), interval)
+
+
+async def _emit(redis_url: str, run_id: str, record: MetricRecord) -> None:
+    async with attached(redis_url, run_id, ATTACH_SECONDS, RECONNECT_TIMEOUT) as run:
+        await run.emit(record)

@@ -16,7 +16,7 @@ import torch
 from polyreme.errors import ConfigError
 from polyreme.process.machine import memory_limit
 from polyreme_trainer.megatron.cpu.cuda_stand_ins import CudaIsCpu, install_cuda_stand_ins, keep_freed_memory
-from polyreme_trainer.megatron.mindspeed import log_choice
+from polyreme_trainer.megatron.mindspeed import choice, log_choice
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -33,7 +33,7 @@ class Device:
     def __init__(self, kind: str, local_rank: int = 0, threads: int = 1) -> None:
         if kind == "npu":
             import_npu()
-            log_choice()
+            log_choice(choice())
         if kind != "cpu" and not getattr(torch, kind).is_available():
             raise ConfigError(
                 f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or fix the driver."

@@ -3,6 +3,7 @@
 Invariant: no other module imports megatron, so one place controls the cost and the output of the import: no warnings about missing CUDA
 packages, no compiler where nothing is compiled, no tracker.
 """
+# ruff: noqa: F401 - the other modules import these names from here
 
 import logging
 import sys
@@ -66,10 +67,8 @@ with warnings.catch_warnings(), _light_import():
         linear_with_grad_accumulation_and_async_allreduce,
     )
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -79,55 +78,9 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
     from megatron.core.transformer.utils import is_layer_window_attention
 
 logging.getLogger("megatron").setLevel(logging.WARNING)
 warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
 )  # by the distributed optimizer, in each process
-
-__all__ = [
-    "MLP",
-    "AttnMaskType",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "DistributedOptimizer",
-    "GPTModel",
-    "IdentityOp",
-    "MLPSubmodules",
-    "MegatronModule",
-    "MegatronOptimizer",
-    "MoEAlltoAllTokenDispatcher",
-    "MoELayer",
-    "MoESubmodules",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "PackedSeqParams",
-    "RowParallelLinear",
-    "SelfAttention",
-    "SelfAttentionSubmodules",
-    "SequentialMLP",
-    "SharedExpertMLP",
-    "TopKRouter",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "TransformerLayerSubmodules",
-    "copy_to_tensor_model_parallel_region",
-    "finalize_model_grads",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-    "gather_from_sequence_parallel_region",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "get_standard_config_overrides",
-    "initialize_rng_tracker",
-    "is_layer_window_attention",
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "mappings",
-    "parallel_state",
-    "random_states",
-    "reduce_from_tensor_model_parallel_region",
-]

@@ -91,7 +91,6 @@ def adapt() -> None:
         sys.argv = arguments
 
 
-def log_choice() -> None:
+def log_choice(made: Choice) -> None:
     """Logs the choice of a rank on npu."""
-    made = choice()
     logger.log(logging.WARNING if made.do else logging.INFO, "%s%s", made.found, f". {made.do}" if made.do else "")

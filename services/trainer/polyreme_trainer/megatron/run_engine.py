@@ -11,7 +11,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.experience.metric_records import MetricValues
-from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.experience.record_codec import TrainedSamples
 from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
@@ -88,6 +88,7 @@ class RunEngine(MegatronEngine):
             policy, ranks, run_id, policy.writes, config.trainer.parallel.nodes, config.security, config.weights.anchor_interval
         ).open()
         self.saves = RunSaves(config, ranks)
+        self.longest = config.rollout.max_model_len
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""
         self.offload: Offload | None = None
@@ -110,10 +111,6 @@ class RunEngine(MegatronEngine):
         return self.policy_role(name, policy, self.temperature)
 
     @property
-    def longest(self) -> int:
-        return self.config.rollout.max_model_len
-
-    @property
     def arena(self) -> Arena:
         return self.writer.arena
 
@@ -130,7 +127,7 @@ class RunEngine(MegatronEngine):
 
     def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
         """The actor's log-probabilities and entropies for a micro-batch's trained tokens, at the sampling temperature: fp32 [2, k], in nats."""
-        return torch.stack(self.policy.logprobs(batch.ids, batch.targets, self.temperature, with_entropy=True))
+        return self.policy.logprobs_and_entropies(batch.ids, batch.targets, self.temperature)
 
     def load(self) -> int | None:
         loaded = self.saves.load(self.saved, self.loads)

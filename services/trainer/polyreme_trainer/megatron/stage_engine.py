@@ -50,6 +50,7 @@ class MegatronStageEngine(MegatronEngine):
         super().__init__(config, files, ranks, device, loads)
         self.config, self.stop_ids = config, stop_ids
         self.model = self.add_trained(head)
+        self.longest = self.model.model.arch.max_position
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
         base = {} if config.trainer.lora is None else {"model.path": config.model.path}
         self.saves = Saves(config, ranks, base if reference is None else {"reference": reference, **base})
@@ -62,10 +63,6 @@ class MegatronStageEngine(MegatronEngine):
         """Creates the trained role."""
         path = self.config.model.path
         return self.add_critic("model", path) if head == "value" else self.add_policy("model", path, trainable=True)
-
-    @property
-    def longest(self) -> int:
-        return self.model.model.arch.max_position
 
     def load(self) -> int:
         checkpoint.check_writable(self.config.run_dir / "checkpoints", self.ranks)  # the first save may be hours away

@@ -23,6 +23,8 @@ from polyreme_trainer.memory.state import Addend, Model
 
 BLOCK_LOGITS = 2**24
 """The largest number of logits that exist at a time on a rank, `logprobs.BLOCK_LOGITS`."""
+ACCELERATOR_LOGITS = 2**26
+"""The same on an accelerator."""
 _ALIGNED = 16  # columns of the smallest block
 FLOAT = 4
 
@@ -35,7 +37,7 @@ class MicroBatchSize:
         tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
-        fused: whether the gate and the product of an MLP are one operation, as on CPU.
+        on_cpu: whether an MLP keeps the output of its activation, which accelerators compute again, and logits come in CPU's smaller blocks.
         recompute: the activations that the backward pass computes again.
         padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
@@ -43,7 +45,7 @@ class MicroBatchSize:
     tokens: int
     trained: int
     entropy: bool = False
-    fused: bool = True
+    on_cpu: bool = True
     recompute: Recompute | None = None
     padded: int = 0
 
@@ -76,7 +78,7 @@ def _kinds(arch: Architecture, sharding: Sharding) -> list[tuple[float, Architec
     return [(count / sharding.rank.vpp, kind) for count, kind in kinds if count]
 
 
-def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool) -> int:
+def layer_bytes(arch: Architecture, sharding: Sharding, width: int, on_cpu: bool) -> int:
     """Bytes that one layer saves for each token. With experts: that of a layer that has them, for evenly routed tokens."""
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
@@ -86,8 +88,8 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
         heads = 2 * arch.queries + (2 * sharding.context_ranks + 1) * arch.keys
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
-    mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)
-    routed = _routed(arch, sharding, fused)
+    mlp = (4 if on_cpu else 3) * (arch.shared_ffn if arch.experts else arch.ffn)
+    routed = _routed(arch, sharding, on_cpu)
     statistics = FLOAT * (arch.heads // tensor + 2 + 6 * arch.experts)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
@@ -96,18 +98,18 @@ def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: Micro
     """Bytes that one layer keeps for each token until its backward pass, which computes the rest of `layer_bytes` again."""
     if batch.recompute == "full":
         return width * arch.hidden // sharding.sequence_ranks
-    every = layer_bytes(arch, sharding, width, batch.fused)
+    every = layer_bytes(arch, sharding, width, batch.on_cpu)
     if batch.recompute is None:
         return every
     mlp = arch.shared_ffn if arch.experts else arch.ffn
-    inside = (4 if batch.fused else 5) * mlp // sharding.rank.tp
-    return every - width * (inside + _routed(arch, sharding, batch.fused))
+    inside = (4 if batch.on_cpu else 3) * mlp // sharding.rank.tp
+    return every - width * (inside + _routed(arch, sharding, batch.on_cpu))
 
 
-def _routed(arch: Architecture, sharding: Sharding, fused: bool) -> int:
+def _routed(arch: Architecture, sharding: Sharding, on_cpu: bool) -> int:
     """Numbers that a layer's experts save for each token. The ranks that cut an expert each have all of its tokens."""
     tensor, cut = sharding.rank.tp, sharding.rank.expert_cut.tp
-    return arch.top_k * (arch.hidden * cut + (5 if fused else 6) * arch.expert_ffn) // tensor
+    return arch.top_k * (arch.hidden * cut + (5 if on_cpu else 4) * arch.expert_ffn) // tensor
 
 
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
@@ -119,7 +121,7 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
     # The output layer's gradient stays until the embedding's is added.
     tied = _table(model, sharding) if arch.head == "tied" else 0
     again = batch.tokens * max(
-        layer_bytes(kind, sharding, width, batch.fused) - saved_bytes(kind, sharding, width, batch) for kind in kinds
+        layer_bytes(kind, sharding, width, batch.on_cpu) - saved_bytes(kind, sharding, width, batch) for kind in kinds
     )
     gradients = f"gradients of one layer{' and its recomputed activations' if again else ''} at {batch.tokens:,} tokens"
     found = [Addend(f"{model.role} backward", backward + tied + again, gradients)]
@@ -182,8 +184,9 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     width, hidden, table = model.width, model.arch.hidden, _table(model, sharding)
     vocab = padded_vocab(model.arch, sharding.rank.tp)
     columns = vocab // sharding.rank.tp
-    several = batch.trained * columns > BLOCK_LOGITS
-    block = min(columns, max(_ALIGNED, BLOCK_LOGITS // batch.trained // _ALIGNED * _ALIGNED)) if several else columns
+    most = BLOCK_LOGITS if batch.on_cpu else ACCELERATOR_LOGITS
+    several = batch.trained * columns > most
+    block = min(columns, max(_ALIGNED, most // batch.trained // _ALIGNED * _ALIGNED)) if several else columns
     # Of each logit: itself, its gradient, and the gradient's copy in the model's dtype.
     logit = FLOAT * (2 + batch.entropy) + (width if width < FLOAT else 0)
     if vocab != model.arch.vocab:

@@ -2,22 +2,53 @@
 
 Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the interpreter, not the
 device's context, and not the buffers of collectives.
+
+With offload, gradients exist only during their model's steps. An optimizer step has its own peak: the activations have been freed, and a part
+of the moments and full-precision weights is on the device. So has a copy of the actor's weights into another model, because both are there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from polyreme.config.trainer import OffloadConfig, ParallelConfig
 from polyreme.weights.delta import WHOLE_ABOVE
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.offload import PART_BYTES
 from polyreme_trainer.memory.activations import MicroBatchSize, step_terms
-from polyreme_trainer.memory.phases import copy_phase, resting, training_phase
-from polyreme_trainer.memory.sharding import Sharding, shardings
-from polyreme_trainer.memory.state import WIDTHS, Addend, Model, copy_terms, state_of
+from polyreme_trainer.memory.sharding import Sharding, shardings, written_parameters
+from polyreme_trainer.memory.state import MASTER_BYTES, MOMENTS_BYTES, WIDTHS, Addend, Model, ModelState, copy_terms, state_of
 
 GIB = 2**30
 ARENA_SLOTS = 3
 """Number of policy versions in the arena, the default of `Arena.create`."""
+
+
+def on_device(
+    states: Sequence[ModelState], active: Collection[ModelState], trained: ModelState | None, offload: OffloadConfig
+) -> list[Addend]:
+    """The state that is on the device while `active` compute, of which `trained` sums gradients (None: no model does)."""
+    terms: list[Addend] = []
+    for state in states:
+        if state in active or not offload.idle_models:
+            terms += state.weights
+        if state is trained or not offload.is_set:
+            terms += state.gradients
+        if not offload.optimizer:
+            terms += state.optimizer
+    return terms
+
+
+def step_term(state: ModelState) -> Addend:
+    """The part of an offloaded optimizer's state that a step of the model moves to the device."""
+    whole = sum(term.nbytes for term in state.optimizer)
+    arithmetic = f"of {whole:,} bytes, {PART_BYTES:,} at a time, or of the largest parameter"
+    return Addend(f"{state.role} optimizer step", min(whole, max(PART_BYTES, state.largest)), arithmetic)
+
+
+def resting(states: Sequence[ModelState], offload: OffloadConfig) -> list[Addend]:
+    """All state that can be in the host's memory. While models are exchanged, all of them can be there at once."""
+    weights = [term for state in states for term in state.weights] if offload.idle_models and len(states) > 1 else []
+    return weights + ([term for state in states for term in state.optimizer] if offload.optimizer else [])
 
 
 @dataclass(frozen=True)
@@ -76,18 +107,17 @@ def moments(
     found = {}
     for model, working in zip(models, states, strict=True):
         if model.trained:
-            phase = training_phase(states, working, offload)
-            found[model.role] = RankEstimate(phase.device, step_terms(model, sharding, batch), host)
-            if phase.step:
-                found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host, moves=True)
+            device = on_device(states, [working], working, offload)
+            found[model.role] = RankEstimate(device, step_terms(model, sharding, batch), host)
+            if offload.optimizer:
+                found[f"{model.role} optimizer step"] = RankEstimate(device, [step_term(working)], host, moves=True)
         if model.copies_actor:
             # A fixed reference is loaded from version 0, which exists only when every trained model has taken the weights.
             pairs = zip(models, states, strict=True)
             present = [state for each, state in pairs if each.trained or each.copies_actor or not model.trained]
-            phase = copy_phase(present, states[0], working, offload)
-            found[f"{model.role} copy"] = RankEstimate(
-                phase.device, copy_terms(models[0], model, sharding), resting(present, offload)
-            )
+            device = on_device(present, [states[0], working], None, offload)
+            temporaries = copy_terms(models[0], model, sharding)
+            found[f"{model.role} copy"] = RankEstimate(device, temporaries, resting(present, offload))
     return found
 
 
@@ -140,3 +170,46 @@ def cache_bytes_per_token(arch: Architecture, dtype: str, tensor: int) -> int:
     A head that several devices need is stored on each of them.
     """
     return 2 * arch.layers * max(1, arch.kv_heads // tensor) * arch.head_dim * WIDTHS[dtype]
+
+
+def checkpoint_terms(
+    models: Sequence[Model], followers: Collection[str], export_dtype: str, parallel: ParallelConfig
+) -> list[Addend]:
+    """The copies of the ranks of each machine. The ranks that write a model's tensors save them, and rank 0 exports the models.
+
+    The machines divide the optimizer: each has the optimizer of its stages or, if all have the same stage, an equal share.
+
+    Args:
+        followers: the roles without an optimizer that a checkpoint contains.
+        export_dtype: the dtype of the exported models.
+
+    Raises:
+        ValueError: the sizes do not divide over the ranks.
+    """
+    saved = [model for model in models if model.trained or model.role in followers]
+    written = [written_parameters(model.adapter or model.arch, parallel) for model in saved]
+    return [
+        _machine_term(saved, [counts[machine] for counts in written], export_dtype if machine == 0 else None, parallel)
+        for machine in range(parallel.nodes)
+    ]
+
+
+def _machine_term(saved: Sequence[Model], written: Sequence[int], export_dtype: str | None, parallel: ParallelConfig) -> Addend:
+    parts, total = list[str](), 0
+    for model, count in zip(saved, written, strict=True):
+        if count:
+            parts.append(f"{model.role} {count:,} parameters x {model.width} bytes")
+            total += count * model.width
+        if model.trained:
+            optimizer = MOMENTS_BYTES + (MASTER_BYTES if model.width < MASTER_BYTES else 0)
+            changed = count if parallel.pipeline > 1 else (model.adapter or model.arch).parameters
+            machines = 1 if parallel.pipeline > 1 else parallel.nodes
+            parts.append(
+                f"{model.role} optimizer {changed:,} x {optimizer}" + (f" / {machines} machines" if machines > 1 else "")
+            )
+            total += -(-changed * optimizer // machines)
+        if export_dtype is not None and model.role != "reference":
+            exported, width = model.arch.parameters, WIDTHS[export_dtype]
+            parts.append(f"{model.role} export {exported:,} x {width}")
+            total += exported * width
+    return Addend("checkpoint", total, " + ".join(parts))

@@ -14,11 +14,10 @@ from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.lora_mapping import adapter_architecture
 from polyreme_trainer.memory.activations import MicroBatchSize
-from polyreme_trainer.memory.checkpoint import checkpoint_terms
-from polyreme_trainer.memory.estimate import GIB, RankEstimate, arena_term, delta_term, stage_estimates
-from polyreme_trainer.memory.machines import written_parameters
+from polyreme_trainer.memory.estimate import GIB, RankEstimate, arena_term, checkpoint_terms, delta_term, stage_estimates
 from polyreme_trainer.memory.placement import devices_needed
 from polyreme_trainer.memory.replica_memory import refuse_replica, replica_line, sleeping_weights
+from polyreme_trainer.memory.sharding import written_parameters
 from polyreme_trainer.memory.state import Addend, Model
 from polyreme_trainer.stages.table import TABLE
 
@@ -187,7 +186,7 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
     pads = config.device == "cpu" or config.model.dtype == "float32"  # no kernel takes packed sequences
     longest = config.data.max_tokens if isinstance(config, StageConfig) else max(each for _, each in steps)
     return MicroBatchSize(
-        tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute, padded=longest if pads else 0
+        tokens, tokens, entropy, on_cpu=config.device == "cpu", recompute=config.trainer.recompute, padded=longest if pads else 0
     )
 
 

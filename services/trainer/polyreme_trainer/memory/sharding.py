@@ -3,11 +3,12 @@
 Invariant: a kind of parallelism divides the estimate in this module only. The other modules read the divisors.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from polyreme.config.trainer import ParallelConfig
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
-from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, stage_rows
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,23 @@ def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
         alive = 1 + (later if virtual == 1 else 2 * later + (virtual - 1) * stages)
         result.append(Sharding(rank, parallel.copies, sequence, alive, parallel.context))
     return result
+
+
+def written_parameters(arch: Architecture, parallel: ParallelConfig) -> list[int]:
+    """The number of parameters that the ranks of each machine write and save, without padding. Raises ValueError when the sizes do not divide.
+
+    Every tensor counts on one machine, that of the ranks that write it (see `version_writer`). Machines that hold only copies have none.
+    """
+    if parallel.nodes == 1:
+        return [arch.parameters]
+    counts, counted = [0] * parallel.nodes, set[str]()
+    for stage, sharding in enumerate(shardings(arch, parallel)):
+        first = stage * parallel.tensor * parallel.copies
+        for place in range(sharding.rank.places):  # the first ranks of a stage write all of it
+            machine = (first + place) // parallel.ranks_per_node
+            for row, writes in stage_rows(arch, sharding.rank.at(place)):
+                for name, shape in arch.shapes(row).items() if writes else ():
+                    if name not in counted and name not in row.absent:
+                        counted.add(name)
+                        counts[machine] += math.prod(shape)
+    return counts

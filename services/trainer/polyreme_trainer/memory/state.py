@@ -86,10 +86,6 @@ class ModelState:
     optimizer: tuple[Addend, ...] = ()
     largest: int = 0
 
-    @property
-    def terms(self) -> list[Addend]:
-        return [*self.weights, *self.gradients, *self.optimizer]
-
 
 def state_of(model: Model, sharding: Sharding) -> ModelState:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""

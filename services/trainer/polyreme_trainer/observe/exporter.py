@@ -26,7 +26,7 @@ from polyreme.page.server_status import ServerStatus
 from polyreme.page.threads import PageThreads
 from polyreme.process.resource_metrics import Usage
 from polyreme.rundir.progress import SPLIT, Progress, stream_time
-from polyreme.rundir.run_records import read_records
+from polyreme.rundir.run_records import add_written
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Exporter(Collector):
 
     async def keep_current(self) -> None:
         """Keeps `shown` up to date. Never returns."""
-        cursor = await asyncio.to_thread(self._read_written)
+        cursor = await asyncio.to_thread(add_written, self._progress, self._folder, self._run.run_id)
         while True:
             try:
                 for at, record in await self._run.records(cursor, block_ms=0):
@@ -80,14 +80,6 @@ class Exporter(Collector):
             except PolyremeError as error:
                 logger.warning("the metrics are stale: %s", error)
             await asyncio.sleep(_INTERVAL)
-
-    def _read_written(self) -> str:
-        """Adds the records that are on disk; the stream may have been trimmed. Returns the stream id of the last one."""
-        cursor = "0"
-        for line in read_records(self._folder, self._run.run_id):
-            self._progress.add(line)
-            cursor = line["id"]
-        return cursor
 
     def collect(self) -> Iterator[Metric]:
         """The run's metrics; their names begin with polyreme_train_."""

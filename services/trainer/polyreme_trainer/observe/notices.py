@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from polyreme.config.notices import Event
 from polyreme.experience.metric_records import Alarm, Evaluation, Line, MetricRecord, StageEvaluation, read_record
 from polyreme.experience.run import RunState
-from polyreme.rundir.progress import comparable, evaluation_of
+from polyreme.rundir.evaluations import comparable, evaluation_of
 
 _ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "stopped", RunState.FAILED: "failed"}
 

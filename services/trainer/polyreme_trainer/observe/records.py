@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TextIO
@@ -19,13 +19,12 @@ import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.errors import PolyremeError
-from polyreme.experience.metric_records import Evaluation, Line, MetricRecord, Resumed, StageStep, fields_of
-from polyreme.experience.record_codec import decode_group
+from polyreme.experience.metric_records import Line, MetricRecord, Resumed, StageStep, fields_of
+from polyreme.experience.record_codec import TrainedSamples, decode_group
 from polyreme.experience.records import GroupRecord, SampleRecord, episode_fields
 from polyreme.experience.run import RunState
-from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.progress import Progress, stream_time
-from polyreme.rundir.run_records import read_records, write_atomically, write_summary
+from polyreme.rundir.run_records import add_written, write_atomically, write_summary
 from polyreme_trainer.observe.board import Board
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ class Recorder:
     """The files of one run directory. `open` creates one.
 
     Attributes:
+        progress: what the records show, which are on disk with the samples of their iterations.
         cursor: stream id of the last record that was taken.
     """
 
@@ -59,7 +59,7 @@ class Recorder:
         groups_of: GroupsOf | None,
         clock: Clock,
     ) -> None:
-        self._folder, self._run_id, self._progress = run_dir, run_id, progress
+        self._folder, self._run_id, self.progress = run_dir, run_id, progress
         self._metrics, self._board, self._groups_of = metrics, board, groups_of
         self._clock, self._said = clock, clock()
         self._state: tuple[RunState, str] | None = None
@@ -89,10 +89,8 @@ class Recorder:
         cut_torn_line(path)
         if groups_of is not None:
             (run_dir / "samples").mkdir(exist_ok=True)
-        progress, cursor = Progress(samples_per_iteration), "0"
-        for line in read_records(run_dir, run_id):
-            progress.add(line)
-            cursor = line.get("id", cursor)
+        progress = Progress(samples_per_iteration)
+        cursor = add_written(progress, run_dir, run_id)
         with ExitStack() as files:
             metrics = files.enter_context(open(path, "a"))
             board = Board.open(run_dir / "tensorboard" / run_id)
@@ -101,28 +99,13 @@ class Recorder:
         recorder.cursor = cursor
         return recorder
 
-    @property
-    def recorded(self) -> int:
-        """The newest iteration whose samples are on disk; 0 before the first."""
-        return self._progress.newest
-
-    @property
-    def evaluations(self) -> Mapping[int, float]:
-        """The recorded evaluation results by version, all comparable with `evaluation`."""
-        return self._progress.evaluations
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """The newest evaluation."""
-        return self._progress.evaluation
-
     async def take(self, records: list[tuple[str, Line]], state: tuple[RunState, str]) -> None:
         """Writes the records that follow the cursor, in order, and the summary when it changes.
 
         Args:
             state: the run's state and its reason.
         """
-        lines, newest = [], self._progress.newest
+        lines, newest = [], self.progress.newest
         taken: list[Line] = [
             {"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records
         ]
@@ -135,20 +118,15 @@ class Recorder:
             lines.append(line)
         self._board.add(lines)
         for line in taken:
-            if not self._progress.repeats(line):
+            if not self.progress.repeats(line):
                 self._write(line)
                 self.cursor = line["id"]
-            self._progress.add(line)
+            self.progress.add(line)
         if taken or state != self._state:
-            write_summary(self._folder, self._run_id, *state, self._progress.summary())
+            write_summary(self._folder, self._run_id, *state, self.progress.summary())
             self._state = state
         if records:
             self.cursor = records[-1][0]
-
-    @property
-    def progress(self) -> Progress:
-        """What the records show."""
-        return self._progress
 
     def add(self, record: MetricRecord, stream_id: str | None = None) -> None:
         """Writes a record of a stage or a served model. In place of repeated steps it writes a `resumed` record every few seconds.
@@ -156,7 +134,7 @@ class Recorder:
         Args:
             stream_id: of a served model's record, whose stream is that of the whole service.
         """
-        if self._progress.repeats(fields_of(record)):
+        if self.progress.repeats(fields_of(record)):
             if not isinstance(record, StageStep) or self._clock() - self._said < _RESUMED_SECONDS:
                 return
             record, self._said = Resumed(step=record.step), self._clock()
@@ -166,7 +144,7 @@ class Recorder:
             self.cursor = stream_id
         self._board.add([line])
         self._write(line)
-        self._progress.add(line)
+        self.progress.add(line)
 
     def close(self) -> None:
         """Closes every file, even when one of them raises."""
@@ -242,12 +220,12 @@ def sample_lines(group: GroupRecord) -> Iterator[Line]:
         }
 
 
-def cut_torn_line(path: Path) -> None:
-    """Truncates a file after its last whole line; a crash may have left part of another."""
+def cut_torn_line(path: Path, at_once: int = _TAIL) -> None:
+    """Truncates a file after its last whole line; a crash may have left part of another. `at_once`: bytes that are read at once."""
     with suppress(FileNotFoundError), open(path, "r+b") as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:
-            start = max(0, end - _TAIL)
+            start = max(0, end - at_once)
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")
             if found >= 0:

@@ -1,4 +1,4 @@
-"""A process of a training service: `python -m polyreme_trainer.service api`, `learner` or `observer`.
+"""A process of a training service: `python -m polyreme_trainer.service api`, `learner`, `observer` or `turns`.
 
 POLYREME_REDIS names its Redis, POLYREME_RUN_DIR its directory with config.yaml.
 """
@@ -10,18 +10,25 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+from redis.asyncio import Redis
+
 from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import kept_secret
 from polyreme.experience.requests import RequestLog
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
-from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
+from polyreme.process.lifecycle import GRACE_SECONDS, exit_at_once_on_sigterm, exit_on_error, freeze_gc, stop_event, until_set
+from polyreme.process.quick_imports import quick_imports
 from polyreme_trainer.learner.leader import LeaderError
 from polyreme_trainer.service.accounts import Accounts
+from polyreme_trainer.service.agents.run import KEY_ENV, find_run, open_run, session_secrets
+from polyreme_trainer.service.agents.sessions import AgentSessions
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import MODELS, Folders
 from polyreme_trainer.service.http_answers import error_body, is_open
@@ -33,28 +40,41 @@ SIGNING_KEY = "signing-key"
 """The file of the key that signs addresses of files, where only the service's user can read it."""
 
 
-async def with_log(config: ServeConfig, work: Callable[[RequestLog, asyncio.Event], Awaitable[None]]) -> None:
-    """Runs `work` until a signal, with the request log."""
+async def with_log(config: ServeConfig, work: Callable[[RequestLog, Redis, asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `work` until a signal, with the request log and its Redis. Also ends while Redis does not answer: then what waits for it is cancelled after
+    GRACE_SECONDS."""
     stop = stop_event()
-    redis = await connect(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT)
-    try:
-        log = RequestLog(redis, config.name)
-        async with log.following():
-            await work(log, stop)
-    finally:
-        await redis.aclose()
+    async with until_set(stop, GRACE_SECONDS):
+        redis = await connect(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT)
+        try:
+            log = RequestLog(redis, config.name)
+            async with log.following():
+                await work(log, redis, stop)
+        finally:
+            await redis.aclose()
 
 
 def run_api(config: ServeConfig) -> None:
     """Answers HTTP until a signal."""
 
-    async def serve(log: RequestLog, stop: asyncio.Event) -> None:
+    async def serve(log: RequestLog, redis: Redis, stop: asyncio.Event) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
         key, accounts = kept_secret(config.redis_dir, SIGNING_KEY), Accounts.read(config)
-        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key, accounts)
-        host = config.host or loopback()
-        async with serve_http(host, config.port, api.app(), 1.0, config.security, is_open, error_body) as port:
+        about = config.served_name, str(config.model.path), architecture, longest
+        host, https = config.host or loopback(), config.security is not None and config.security.certificate is not None
+        async with AsyncExitStack() as stack:
+            agents = None
+            if config.agents is not None:
+                run = await open_run(redis, config, config.agents)
+                agents = await AgentSessions.open(
+                    log, run, config.agents, accounts, session_secrets(config)[KEY_ENV], https=https
+                )
+                await stack.enter_async_context(agents.sweeping())
+            api = ServiceApi(log, folders, *about, key, accounts, ending=stop, agents=agents)
+            port = await stack.enter_async_context(
+                serve_http(host, config.port, api.app(), 1.0, config.security, is_open, error_body)
+            )
             logger.info("ready: %s:%d", host, port)
             await stop.wait()
 
@@ -63,7 +83,7 @@ def run_api(config: ServeConfig) -> None:
 
 def run_learner(config: ServeConfig) -> None:
     """Runs one rank of the learner until a signal: rank 0 executes requests for models, and the others make its calls of the engine."""
-    with gc_disabled():
+    with quick_imports():
         from polyreme_trainer.service.engine import ServiceEngine
         from polyreme_trainer.service.learner import ModelLearner
         from polyreme_trainer.service.ranks import LeadingEngine, follow
@@ -82,7 +102,7 @@ def run_learner(config: ServeConfig) -> None:
             return
         states = States(config.run_dir / MODELS, int(config.learner.checkpoints_gib * 2**30))
 
-        async def execute(log: RequestLog, stop: asyncio.Event) -> None:
+        async def execute(log: RequestLog, redis: Redis, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
             canary = SnapshotProbe.of(engine.vocabulary, min(config.sampler.max_model_len, engine.longest), engine.dtype)
             async with LeadingEngine(engine, engine.ranks).telling() as told:
@@ -94,7 +114,7 @@ def run_learner(config: ServeConfig) -> None:
 def run_observer(config: ServeConfig) -> None:
     """Writes the models' run directories, and serves the page and the metrics, until a signal."""
 
-    async def observe(log: RequestLog, stop: asyncio.Event) -> None:
+    async def observe(log: RequestLog, redis: Redis, stop: asyncio.Event) -> None:
         observer = Observer(log, config.run_dir, config.model.path, config.served_name, Accounts.read(config).names)
         async with observer_port(observer, config.run_dir, config.page_port) as port:
             logger.info("ready: http://%s:%d", loopback(), port)
@@ -103,12 +123,27 @@ def run_observer(config: ServeConfig) -> None:
     asyncio.run(with_log(config, observe))
 
 
+def run_turns(config: ServeConfig) -> None:
+    """Samples the turns of agents' sessions until a signal."""
+    from polyreme_trainer.service.agents.turns import serve_turns
+
+    async def turns(log: RequestLog, redis: Redis, stop: asyncio.Event) -> None:
+        if config.agents is None:
+            raise ConfigError("a section `agents`, for the part `turns`", "none", "Add it, or do not start this part.")
+        run = await find_run(redis, config)
+        logger.info("ready: the turns of %s", run.run_id)
+        await serve_turns(log, run, config, config.agents, stop)
+
+    asyncio.run(with_log(config, turns))
+
+
 def main() -> None:
+    exit_at_once_on_sigterm()
     part = sys.argv[1]
     logging_setup.setup(f"{part}-{os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else part)
     with exit_on_error(part):
         config = read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml")
-        {"api": run_api, "learner": run_learner, "observer": run_observer}[part](config)
+        {"api": run_api, "learner": run_learner, "observer": run_observer, "turns": run_turns}[part](config)
 
 
 if __name__ == "__main__":

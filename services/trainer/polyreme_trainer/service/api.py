@@ -4,7 +4,9 @@ Invariant: the application computes nothing and keeps nothing: a restarted one a
 with `error` and `category`, as the SDK expects it. What the API does not have is refused by name.
 """
 
+import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,18 +17,27 @@ from starlette.routing import Route
 
 from polyreme.errors import StoreError
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
+from polyreme.process.lifecycle import until_set
 from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.accounts import Accounts, RequireAccount
+from polyreme_trainer.service.agents.sessions import AgentSessions
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
-from polyreme_trainer.service.http_answers import HEALTH, PREFIX, ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
+from polyreme_trainer.service.http_answers import (
+    HEALTH,
+    PREFIX,
+    ApiCall,
+    Handler,
+    endpoint,
+    no_store,
+    refused,
+    refused_tenant,
+    tenant_of,
+)
 from polyreme_trainer.service.rest import RestRoutes
 from polyreme_trainer.service.submission import submit, unload
 from polyreme_trainer.service.tenants import Tenants
 from polyreme_trainer.service.wire import Request, parse_batch, read_batch
-
-HOLD_SECONDS = 30.0
-"""How long an answer of retrieve_future is held for a result. The SDK asks again at once, and waits 45 seconds itself."""
 
 
 class ServiceApi:
@@ -40,6 +51,9 @@ class ServiceApi:
         longest: the largest number of tokens of prompt and answer.
         signing_key: of the addresses of files.
         accounts: who may use it, and how much; None: everybody, within the default bounds.
+        hold_seconds: how long the answer to `retrieve_future` is held for a result.
+        agents: the sessions of agents; None: it has none.
+        ending: set when the process ends: answers are not held any more, and their clients ask again.
     """
 
     def __init__(
@@ -52,9 +66,14 @@ class ServiceApi:
         longest: int,
         signing_key: str,
         accounts: Accounts | None = None,
+        hold_seconds: float = 30.0,
+        ending: asyncio.Event | None = None,
+        agents: AgentSessions | None = None,
     ) -> None:
-        self._accounts = accounts or Accounts()
+        self._hold_seconds, self._ending = hold_seconds, ending or asyncio.Event()
+        self._accounts, self._agents = accounts or Accounts(), agents
         self._log, self._folders, self._base_model = log, folders, base_model
+        self._critic = m.name_of(base_model, critic=True)
         self._tenants, self._rest = Tenants(log), RestRoutes(log, folders, base_model, signing_key)
         self._tokenizer, self._architecture, self._longest = tokenizer, architecture, longest
 
@@ -69,10 +88,10 @@ class ServiceApi:
             "create_model": self._create_model,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "save_weights_external": self._save_external,
+            "optim_step": self._in_order(m.OptimStep, self._optim_step),
+            "save_weights": self._in_order(m.SaveWeights, self._save_weights),
+            "save_weights_for_sampler": self._in_order(m.SaveForSampler, self._save_for_sampler),
+            "save_weights_external": self._in_order(m.SaveExternal, self._save_external),
             "load_weights": self._load_weights,
             "unload_model": self._unload,
             "weights_info": self._weights_info,
@@ -88,8 +107,9 @@ class ServiceApi:
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
             Route(f"{PREFIX}/samplers/{{name:path}}", self._sampler),
             *self._rest.routes(PREFIX),
+            *([] if self._agents is None else self._agents.routes(PREFIX, self._agent_weights)),
         ]
-        handlers = {HTTPException: refused, TenantError: refused_tenant}
+        handlers = {HTTPException: refused, TenantError: refused_tenant, StoreError: no_store}
         guard = Middleware(RequireAccount, accounts=self._accounts)
         return Starlette(routes=routes, exception_handlers=handlers, middleware=[guard])
 
@@ -133,21 +153,28 @@ class ServiceApi:
 
     async def _create_model(self, call: ApiCall) -> Response:
         given = m.read(m.CreateModel, call.body)
-        await self._tenants.open_session(call.tenant, given.session_id)
-        self._check_base(given.base_model)
+        if not (critic := given.base_model == self._critic):
+            self._check_base(given.base_model)
         lora = None if given.lora_config is None else given.lora_config.model_dump()
-        model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
-        return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora}))
+        model = await self._add_model(call, given, given.base_model, lora)
+        return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora, "critic": critic}))
 
-    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, object] | None, metadata: object) -> str:
+    async def _add_model(
+        self, call: ApiCall, given: m.CreateModel | m.LoadWeights, base_model: str, lora: dict[str, object] | None
+    ) -> str:
+        """The name of the new model of a session that goes on."""
+        if given.session_id is None or given.model_seq_id is None:
+            raise TenantError("expected model_id and seq_id, or session_id and model_seq_id; found neither")
+        await self._tenants.open_session(call.tenant, given.session_id)
         most = self._accounts.quota_of(call.tenant).models
-        return await self._tenants.add_model(call.tenant, session, number, lora, metadata, most)
+        about = base_model, lora, given.user_metadata
+        return await self._tenants.add_model(call.tenant, given.session_id, given.model_seq_id, *about, most)
 
     async def _get_info(self, call: ApiCall) -> Response:
         given = m.read(m.OfModel, call.body)
-        rank = (await self._tenants.model(call.tenant, given.model_id)).rank
-        data = {"arch": self._architecture, "model_name": self._base_model, "tokenizer_id": self._tokenizer}
-        about = {"is_lora": rank > 0, "lora_rank": rank or None, "model_name": self._base_model}
+        model = await self._tenants.model(call.tenant, given.model_id)
+        data = {"arch": self._architecture, "model_name": model.base_model, "tokenizer_id": self._tokenizer}
+        about = {"is_lora": model.rank > 0, "lora_rank": model.rank or None, "model_name": model.base_model}
         return JSONResponse({"type": "get_info", "model_id": given.model_id, "model_data": data, **about})
 
     async def _forward_backward(self, call: ApiCall) -> Response:
@@ -155,53 +182,60 @@ class ServiceApi:
         m.check_seq(message.seq_id)
         await self._tenants.model(call.tenant, message.model_id)
         try:
-            read_batch(message)
+            m.check_length(max(map(len, read_batch(message).batch.inputs)), self._longest)
             request = Request("forward" if message.forward_only else "forward_backward", {}, call.body)
         except TenantError as error:
             request = Request("refused", {"message": str(error)})
         return await self._into_lane(call, message.model_id, message.seq_id, request)
 
-    async def _optim_step(self, call: ApiCall) -> Response:
-        given = m.read(m.OptimStep, call.body)
-        return await self._into_lane(
-            call, given.model_id, given.seq_id, Request("optim_step", {"adam": given.settings.model_dump()})
-        )
+    def _in_order(self, kind: type[m.AnyMessage], build: Callable[[ApiCall, m.AnyMessage], Awaitable[Request]]) -> Handler:
+        """The handler of a request for a model, which `build` reads. One that cannot be executed has its place in the order, too: the client's next
+        one has the next number."""
 
-    async def _save_weights(self, call: ApiCall) -> Response:
-        given = m.read(m.SaveWeights, call.body)
-        name = m.check_name(given.path or f"request-{given.seq_id}")
-        fields = {"name": name, "overwrite": given.overwrite, **_kept_as(call, given)}
-        return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights", fields))
+        async def answer(call: ApiCall) -> Response:
+            model, seq = m.read_place(call.body)
+            await self._tenants.model(call.tenant, model)
+            try:
+                request = await build(call, m.read(kind, call.body))
+            except TenantError as error:
+                request = Request("refused", {"message": str(error)})
+            return await self._into_lane(call, model, seq, request)
 
-    async def _save_external(self, call: ApiCall) -> Response:
-        given = m.read(m.SaveExternal, call.body)
-        fields = {"name": m.check_name(given.path), "overwrite": False, **_kept_as(call, given)}
-        return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights_external", fields))
+        return answer
 
-    async def _save_for_sampler(self, call: ApiCall) -> Response:
-        given = m.read(m.SaveForSampler, call.body)
-        name, session = m.check_name(given.path or f"request-{given.seq_id}"), ""
-        await self._tenants.model(call.tenant, given.model_id)
+    async def _optim_step(self, call: ApiCall, given: m.OptimStep) -> Request:
+        return Request("optim_step", {"adam": given.settings.model_dump()})
+
+    async def _save_weights(self, call: ApiCall, given: m.SaveWeights) -> Request:
+        name = m.check_name(given.name)
+        return Request("save_weights", {"name": name, "overwrite": given.overwrite, **_kept_as(call, given)})
+
+    async def _save_external(self, call: ApiCall, given: m.SaveExternal) -> Request:
+        return Request("save_weights_external", {"name": m.check_name(given.path), "overwrite": False, **_kept_as(call, given)})
+
+    async def _save_for_sampler(self, call: ApiCall, given: m.SaveForSampler) -> Request:
+        name, session = m.check_name(given.name), ""
         if given.path is None and given.sampling_session_seq_id is not None:
             path = m.SavedModel(given.model_id, "sampler_weights", name)
             of, number = given.model_id.partition(":")[0], given.sampling_session_seq_id
             session = await self._tenants.add_sampling(call.tenant, of, number, str(path))
         fields = {"name": name, "overwrite": given.overwrite, "sampling_session": session, **_kept_as(call, given)}
-        return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights_for_sampler", fields))
+        return Request("save_weights_for_sampler", fields)
+
+    async def _load(self, call: ApiCall, given: m.LoadWeights) -> Request:
+        return Request("load_weights", {"path": given.path, "optimizer": given.optimizer, "tenant": call.tenant})
 
     async def _load_weights(self, call: ApiCall) -> Response:
+        """Into a model, or as a new one."""
+        if m.has_place(call.body):
+            return await self._in_order(m.LoadWeights, self._load)(call)
         given = m.read(m.LoadWeights, call.body)
-        fields = {"path": given.path, "optimizer": given.optimizer, "tenant": call.tenant}
-        if given.model_id is not None and given.seq_id is not None:
-            return await self._into_lane(call, given.model_id, given.seq_id, Request("load_weights", fields))
-        if given.session_id is None or given.model_seq_id is None:
-            raise TenantError("expected model_id and seq_id, or session_id and model_seq_id; found neither")
-        self._check_base(given.base_model or self._base_model)
-        await self._tenants.open_session(call.tenant, given.session_id)
         facts = self._folders.facts(m.read_path(given.path), call.tenant)
+        if given.base_model not in (None, facts.base_model):
+            raise TenantError(f"expected a checkpoint of {given.base_model:.200}; found one of {facts.base_model}")
         lora = None if facts.lora is None else facts.lora.model_dump()
-        model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
-        return await self._into_lane(call, model, 0, Request("create_from", fields))
+        model = await self._add_model(call, given, facts.base_model, lora)
+        return await self._into_lane(call, model, 0, Request("create_from", (await self._load(call, given)).fields))
 
     async def _unload(self, call: ApiCall) -> Response:
         given = m.read(m.OfModel, call.body)
@@ -225,17 +259,27 @@ class ServiceApi:
     async def _create_sampling_session(self, call: ApiCall) -> Response:
         given = m.read(m.SamplingSession, call.body)
         await self._tenants.open_session(call.tenant, given.session_id)
-        path = self._sampled(call, given.model_path, given.base_model)
+        path = self._sampled(call.tenant, given.model_path, given.base_model)
         name = await self._tenants.add_sampling(call.tenant, given.session_id, given.sampling_session_seq_id, path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
-    def _sampled(self, call: ApiCall, path: str | None, base_model: str | None) -> str:
+    def _sampled(self, tenant: str, path: str | None, base_model: str | None) -> str:
         """The checkpoint to sample from; empty for the base model. Raises TenantError when there is none."""
         if path is None:
+            if base_model == self._critic:
+                raise TenantError(f"not supported: sampling from {base_model}, which has values and no tokens")
             self._check_base(base_model or "")
             return ""
-        self._folders.sampled(m.read_path(path), call.tenant)
+        self._folders.sampled(m.read_path(path), tenant)
         return path
+
+    async def _agent_weights(self, tenant: str, given: m.OpenAgentSession) -> str:
+        """The directory that an agent's session samples from; empty for the base model. Raises TenantError or HTTPException when there is none."""
+        if given.sampling_session_id is not None:
+            path = await self._tenants.sampling(tenant, given.sampling_session_id)
+        else:
+            path = self._sampled(tenant, given.model_path, given.base_model or self._base_model)
+        return str(self._folders.sampled(m.read_path(path), tenant)) if path else ""
 
     async def _sampler(self, request: HttpRequest) -> Response:
         name = request.path_params["name"]
@@ -250,7 +294,7 @@ class ServiceApi:
             path = await self._tenants.sampling(call.tenant, given.sampling_session_id)
             name = f"{given.sampling_session_id}:{given.seq_id}"
         else:
-            path, name = self._sampled(call, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
+            path, name = self._sampled(call.tenant, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
         strings = [each for each in stops or () if isinstance(each, str)]
@@ -271,15 +315,19 @@ class ServiceApi:
         return await submit(self._log, place, Request("sample", fields), {"sample_sequence_ids": ids}, most)
 
     async def _into_lane(self, call: ApiCall, model: str, seq: int, request: Request) -> Response:
-        """Adds a request for a model to the log."""
-        await self._tenants.model(call.tenant, model)
+        """Adds a request for a model to the log. Raises TenantError for one after that which unloads the model."""
+        about = await self._tenants.model(call.tenant, model)
+        if about.is_unloaded and seq >= await self._log.submitted(model):
+            raise TenantError("expected a model; found one that was unloaded. Create one from its checkpoint.")
         most = self._accounts.quota_of(call.tenant).requests
         return await submit(self._log, in_lane(model, seq), request, {"model_id": model}, most)
 
     async def _retrieve(self, call: ApiCall) -> Response:
         given = m.read(m.Retrieve, call.body)
         await self._tenants.check_request(call.tenant, given.request_id)
-        result = await self._log.result(given.request_id, HOLD_SECONDS)
+        result = None
+        async with until_set(self._ending):
+            result = await self._log.result(given.request_id, self._hold_seconds)
         if result is None and await self._log.is_open(given.request_id):
             state = await self._log.queue_state(given.request_id)
             again = {"type": "try_again", "request_id": given.request_id, "queue_state": state}

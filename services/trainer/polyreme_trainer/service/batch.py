@@ -18,7 +18,7 @@ class Batch:
 
     Attributes:
         inputs: int64 [n] each, the model's inputs.
-        targets: int64 [n] each, the token to predict at each position.
+        targets: int64 [n] each, the token to predict at each position; of a critic's batch any token.
         columns: name -> float32 [t], an input of the loss for every position of all sequences, one after the other.
     """
 
@@ -41,11 +41,11 @@ class BatchResult:
     """What a batch has given.
 
     Attributes:
-        logprobs: float32 [n] for each sequence, the log-probability of each target in nats.
+        outputs: float32 [n] for each sequence, the log-probability of each target in nats, or a critic's value up to each input.
         loss: the sum of the loss over all positions.
     """
 
-    logprobs: Sequence[FloatArray]
+    outputs: Sequence[FloatArray]
     loss: float
 
 

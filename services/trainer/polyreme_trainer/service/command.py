@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 
 from polyreme.config.named_input import MODEL
-from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.config.serve import ServeConfig, ServeLearner, read_serve
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.hub.resolve import resolve_path
@@ -31,12 +31,14 @@ from polyreme.net.ports import free_port, join, loopback
 from polyreme.net.redis_url import redis_option, without_password
 from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
+from polyreme.process.machine import core_limit
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.rundir.run_records import write_atomically
 from polyreme.terminal.terminal import TerminalConsole
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.service.accounts import Accounts
+from polyreme_trainer.service.agents.run import agents_run_id, session_secrets
 
 _GRACE_SECONDS = 15.0
 _START_SECONDS = 300.0
@@ -55,6 +57,7 @@ class ServicePart(StrEnum):
     API = "api"
     LEARNER = "learner"
     OBSERVER = "observer"
+    TURNS = "turns"
 
 
 def serve(
@@ -131,7 +134,7 @@ async def _keep(supervisor: Supervisor, stop: asyncio.Event, *others: asyncio.Ta
     try:
         await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
         for task in running:
-            if task.done():
+            if task.done() and not stop.is_set():
                 task.result()  # raises
         await supervisor.stop(_GRACE_SECONDS)
     finally:
@@ -158,8 +161,20 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     path = resolve_path(config.model.path, MODEL, "model.path")
     name = config.base_model or (str(config.model.path) if path != config.model.path else path.name)
     model = config.model.model_copy(update={"path": path})
-    ports = {"port": config.port or free_port(), "page_port": config.page_port or free_port()}
-    return config.model_copy(update={"model": model, "base_model": name, **ports})
+    learner = _with_all_cores(config) if config.device == "cpu" else config.learner
+    ports: dict[str, object] = {"port": config.port or free_port(), "page_port": config.page_port or free_port()}
+    if config.agents is not None:
+        ports["agents"] = config.agents.model_copy(update={"port": config.agents.port or free_port()})
+    return config.model_copy(update={"model": model, "base_model": name, "learner": learner, **ports})
+
+
+def _with_all_cores(config: ServeConfig) -> ServeLearner:
+    """The learner with as many threads as this machine has cores for each rank, unless its configuration says how many. (Its clients wait for it.)"""
+    parallel = config.learner.parallel
+    if "threads" in parallel.model_fields_set:
+        return config.learner
+    threads = max(1, core_limit() // parallel.world_size)
+    return config.learner.model_copy(update={"parallel": parallel.model_copy(update={"threads": threads})})
 
 
 def _write_config(config: ServeConfig) -> None:
@@ -203,6 +218,8 @@ async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
 def _environment(part: str, config: ServeConfig, redis: str) -> dict[str, str]:
     """The variables of a process of the service."""
     shared = {"POLYREME_REDIS": redis, "POLYREME_RUN_DIR": str(config.run_dir)}
+    if part in ("turns", "agents"):
+        return {**shared, **session_secrets(config)}
     return {**shared, **compute_environment(config.learner.parallel, config.device)} if part == ServicePart.LEARNER else shared
 
 
@@ -214,12 +231,17 @@ def _learner(config: ServeConfig, url: str, log_dir: Path) -> ProcessSet:
 
 
 def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
-    """The API, the learner, the sampler and the observer, each of which restarts alone."""
-    programs = {
+    """The API, the learner, the sampler, the observer, and what session addresses need, each of which restarts alone."""
+    programs: dict[str, tuple[str, ...]] = {
         "api": ("-m", "polyreme_trainer.service", "api"),
         "sampler": ("-m", "polyreme_rollout.local"),
         "observer": ("-m", "polyreme_trainer.service", "observer"),
     }
+    if config.agents is not None:
+        run = ("--redis", url, "--run", agents_run_id(config), "--wait", str(_START_SECONDS))
+        address = ("--host", config.host or loopback(), "--http-port", str(config.agents.port))
+        programs["turns"] = ("-m", "polyreme_trainer.service", "turns")
+        programs["agents"] = ("-m", "polyreme", "environment", *run, *address)
 
     def program(name: str) -> ProcessSet:
         environment = _environment(name, config, url)
@@ -241,7 +263,10 @@ async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: 
             with suppress(httpx.TransportError):
                 if (await client.get(f"{url}/api/v1/healthz", extensions=named)).status_code == 200:
                     page = f"http://{join(loopback(), config.page_port)}{PATH}/"
-                    console.print(f"serving {config.served_name} at {url}, page at {page}, logs in {log_dir}", soft_wrap=True)
+                    agents = "" if config.agents is None else f"session addresses at port {config.agents.port}, "
+                    console.print(
+                        f"serving {config.served_name} at {url}, {agents}page at {page}, logs in {log_dir}", soft_wrap=True
+                    )
                     if demo:
                         console.print("\n" + _DEMO_LINES.format(url=url), soft_wrap=True)
                     return

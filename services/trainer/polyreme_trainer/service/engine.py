@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import LoraConfig
-from polyreme.errors import RunFailedError
+from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.local import LocalEngine
 from polyreme_trainer.megatron.batches.batch import IGNORE, IntArray, MicroBatch, Sequences
@@ -34,10 +34,10 @@ from polyreme_trainer.megatron.models.model import TrainedParameters
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.offload.host_copy import copied_to_host
 from polyreme_trainer.megatron.parallel.reshard import WEIGHTS
-from polyreme_trainer.megatron.training.optimizer import Adam
+from polyreme_trainer.megatron.training.optimizer import Adam, WeightsLostError
 from polyreme_trainer.megatron.training.roles import LossTerm, Role, every
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall, plan_passes
-from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.errors import ModelLostError, TenantError
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
 
@@ -50,6 +50,7 @@ class _Tenant:
     """A model on the device: its role has the optimizer and the gradient."""
 
     lora: LoraConfig | None
+    critic: bool
     role: Role[Policy]
     trained: TrainedParameters
 
@@ -59,21 +60,22 @@ class _Waiting:
     """This rank's part of a model in the host's memory."""
 
     lora: LoraConfig | None
+    critic: bool
     steps: int
     parts: Parts
 
 
 @dataclass(frozen=True)
 class _PassLoss:
-    """The losses of several models' batches in one pass, with their log-probabilities as the result. `starts`: the first token of each."""
+    """The losses of several models' batches in one pass, with the models' outputs as the result. `starts`: the first token of each."""
 
     calls: Sequence[LossCall]
     starts: Sequence[int]
 
-    def __call__(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor, Tensor]]:
+    def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor, Tensor]]:
         losses, sizes = [], list(batch.runs)
         tokens = np.split(batch.tokens, np.cumsum(sizes)[:-1])
-        parts = zip(self.calls, self.starts, tokens, logprobs.split(sizes), batch.sequence.split(sizes), strict=True)
+        parts = zip(self.calls, self.starts, tokens, output.split(sizes), batch.sequence.split(sizes), strict=True)
         for call, start, mine, values, sequence in parts:
             if not len(mine):  # other data ranks have the model's sequences
                 losses.append(values.sum())
@@ -83,7 +85,7 @@ class _PassLoss:
             }
             losses.append(LOSSES[call.loss](values, inputs, call.options, sequence - sequence[:1]).sum())
         every = torch.stack(losses)
-        return every.sum(), (batch.tokens, logprobs.detach(), every.detach())
+        return every.sum(), (batch.tokens, output.detach(), every.detach())
 
 
 class ServiceEngine:
@@ -145,6 +147,11 @@ class ServiceEngine:
         waiting = {name: state.lora for name, state in self._waiting.items()}
         return waiting | {name: tenant.lora for name, tenant in self._resident.items()}
 
+    @property
+    def critics(self) -> set[str]:
+        """The models that are critics."""
+        return {name for name, model in (self._waiting | self._resident).items() if model.critic}
+
     def steps(self, name: str) -> int:
         """The optimizer steps of a model."""
         if name in self._waiting:
@@ -153,17 +160,21 @@ class ServiceEngine:
         assert optimizer is not None
         return optimizer.steps
 
-    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
-        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
+    def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. Raises TenantError for
+        adapters or a critic that the base model cannot have."""
         self._make_room(())
         self._model.train(TrainedParameters())
         if lora is None or self._base_is_changed:
             self._model.load_hf(self._engine.config.model.path)
         self._base_is_changed = lora is None
-        self._model.make_trainable(lora, seed)
+        try:
+            self._model.make_trainable(lora, seed, critic=critic)
+        except ConfigError as error:
+            raise TenantError(f"not supported: {error}") from None
         role = Role(name, self._model, self._engine.actor.output, self._engine.shard)
         role.make_optimizer(Adam())
-        self._resident[name] = _Tenant(lora, role, self._model.trained)
+        self._resident[name] = _Tenant(lora, critic, role, self._model.trained)
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
         """Writes a model's state into an empty directory, see `role_files`. `gradient`: also that of its next step. Collective."""
@@ -172,10 +183,10 @@ class ServiceEngine:
         if self._layout.ranks > 1:
             torch.distributed.barrier()
 
-    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
         """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without moments."""
         self.remove(name)
-        self.create(name, lora, 0)
+        self.create(name, lora, 0, critic)
         self._restore(self._resident[name], steps, *read_parts(folder, self._model.trained_arch, self._model.rank))
 
     def _restore(self, tenant: _Tenant, steps: int, read: Read, kinds: Iterable[str]) -> None:
@@ -205,8 +216,9 @@ class ServiceEngine:
         tokens = {name: sum(map(len, call.batch.inputs)) for name, call in calls.items() if name not in results}
         # Experts compute the tokens of all models together, and a context rank's tokens of a model are in several places.
         alone = (bool(self._model.arch.experts) and self.same_bits) or self._model.context.ranks > 1
-        for together in sorted({SPECS[calls[name].loss].together for name in tokens}):
-            mine = {name: count for name, count in tokens.items() if SPECS[calls[name].loss].together == together}
+        alike = {name: (SPECS[calls[name].loss].output, SPECS[calls[name].loss].together) for name in tokens}
+        for each in sorted(set(alike.values())):
+            mine = {name: count for name, count in tokens.items() if alike[name] == each}
             for names in plan_passes(mine, self._engine.shard.micro_batch_tokens, 1 if alone else self.most):
                 results |= zip(names, self._run_pass(names, [calls[name] for name in names], backward), strict=True)
         return results
@@ -219,7 +231,8 @@ class ServiceEngine:
         self._model.train(TrainedParameters())  # the adapters are those of the pass
         inputs = [ids for call in calls for ids in call.batch.inputs]
         ends = [np.append(ids, 0) for ids in inputs]  # every input predicts a target; what follows the last one is not read
-        sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32), SPECS[calls[0].loss].together)
+        spec = SPECS[calls[0].loss]
+        sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32), spec.together)
         targets = np.concatenate([ids for call in calls for ids in call.batch.targets])
 
         def prepare(micro_batch: MicroBatch) -> None:
@@ -231,25 +244,29 @@ class ServiceEngine:
             runs = micro_batch.runs if self.same_bits and len(micro_batch.indices) else ()
             return self._model.logprobs(micro_batch.ids, wanted, runs=runs)
 
+        def values(micro_batch: MicroBatch) -> Tensor:
+            found = self._shared.values(self._model.hidden(micro_batch.ids))
+            return self._model.context.join(micro_batch.ids, found)[micro_batch.targets != IGNORE]
+
         starts = sequences.offsets[np.cumsum([0, *(len(call.batch.inputs) for call in calls)])]
         term = LossTerm(
             sequences,
             every(sequences),
             _PassLoss(calls, starts[:-1].tolist()),
-            logprobs,
+            logprobs if spec.output == "logprobs" else values,
             [len(call.batch.inputs) for call in calls],
             prepare,
         )
         role = tenants[0].role
-        results = role.accumulate(term) if backward else role.measure(term)
+        results = role.forward_backward(term) if backward else role.measure(term)
         if backward and self._layout.ranks > 1:
             for tenant in tenants:
                 self._model.train(tenant.trained)
                 tenant.role.gather_gradient()
         shard = self._engine.shard
         found = torch.zeros(len(targets) + len(calls), dtype=torch.float64, device=shard.device)  # the losses are the last ones
-        for tokens, values, losses in results:
-            found[torch.from_numpy(tokens).to(found.device)] = values.double()
+        for tokens, output, losses in results:
+            found[torch.from_numpy(tokens).to(found.device)] = output.double()
             found[len(targets) :] += losses.double()
         whole = shard.sum(found).cpu().numpy()
         parts = np.split(whole[: len(targets)].astype(np.float32), sequences.offsets[1:-1])
@@ -284,7 +301,8 @@ class ServiceEngine:
             The gradient's norm before clipping, and the number of steps.
 
         Raises:
-            TenantError: the gradient is not finite, and nothing but it has changed: it is zero now. Or the new weights are not finite.
+            TenantError: the gradient is not finite, and nothing but it has changed: it is zero now.
+            ModelLostError: the new weights are not finite.
         """
         role = self._use(name)
         assert role.optimizer is not None
@@ -293,6 +311,9 @@ class ServiceEngine:
         role.optimizer.set_adam(Adam(given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm))
         try:
             norm = role.optim_step(given.learning_rate)
+        except WeightsLostError as error:
+            do = "The model and its gradient are as before the step: lower the learning rate, or raise eps."
+            raise ModelLostError(f"expected {error.expected}; found {error.found}. {do}") from None
         except RunFailedError as error:
             role.set_gradient(None)
             raise TenantError(str(error)) from None
@@ -324,7 +345,7 @@ class ServiceEngine:
             return self._resident[name]
         self._make_room(keep)
         waiting = self._waiting[name]
-        self.create(name, waiting.lora, 0)
+        self.create(name, waiting.lora, 0, waiting.critic)
         shapes = {param: tensor.shape for param, tensor in self._model.state_dict().items()}
         self._restore(self._resident[name], waiting.steps, partial(_read, waiting.parts, shapes), waiting.parts)
         del self._waiting[name]
@@ -339,7 +360,8 @@ class ServiceEngine:
                 **_parts(role, role.gradient()),
                 WEIGHTS: {n: (0, param.flatten()) for n, param in self._model.state_dict().items()},
             }
-            self._waiting[name] = _Waiting(self._resident[name].lora, self.steps(name), copied_to_host(parts))
+            tenant = self._resident[name]
+            self._waiting[name] = _Waiting(tenant.lora, tenant.critic, self.steps(name), copied_to_host(parts))
             self._engine.device.synchronize()
             del self._resident[name]
 

@@ -1,5 +1,9 @@
-"""The error that a tenant of the training service can act on."""
+"""The errors that a tenant of the training service can act on."""
 
 
 class TenantError(Exception):
     """A request that cannot be executed. Its message is the answer, with the category `user`. The model is as before the request."""
+
+
+class ModelLostError(TenantError):
+    """The request has spoilt the model in memory, which has to be taken from its saved state and its earlier requests again."""

@@ -5,8 +5,10 @@ Invariant: imports no torch. A checkpoint of another tenant is one that does not
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +28,7 @@ class Facts:
     """What is known of a directory.
 
     Attributes:
-        base_model: the base model's name.
+        base_model: the base model's name, that of a critic for one, see `messages.name_of`.
         lora: the adapters; None: all parameters.
         seq: the request that wrote it.
         steps: the optimizer steps of the model.
@@ -114,12 +116,16 @@ class Folders:
 
     def set_expiry(self, checkpoint: SavedModel, tenant: str, expires: float | None) -> None:
         """Sets when a checkpoint may be deleted, or that it stays. Raises TenantError when there is none."""
-        path = self.folder(checkpoint) / FACTS
-        new = path.with_name(f".{FACTS}.new")
-        new.write_text(replace(self.facts(checkpoint, tenant), expires=expires).to_json())
-        sync(new)
-        os.replace(new, path)
-        sync(path.parent)
+        folder, facts = self.folder(checkpoint), replace(self.facts(checkpoint, tenant), expires=expires)
+        new = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new")  # not in the directory, which may be being deleted
+        try:
+            new.write_text(facts.to_json())
+            sync(new)
+            os.replace(new, folder / FACTS)
+            sync(folder)
+        except FileNotFoundError:
+            discard(new)
+            raise TenantError(f"expected a saved checkpoint; found one that is being deleted at {checkpoint}") from None
 
     def delete(self, checkpoint: SavedModel, tenant: str) -> None:
         """Deletes a checkpoint. Raises TenantError when there is none."""
@@ -128,16 +134,23 @@ class Folders:
 
 
 def remove(path: Path) -> None:
-    """Deletes a directory, which a reader sees whole or not at all."""
-    old = path.with_name(f".{path.name}.old")
-    discard(old)
-    path.rename(old)
+    """Deletes a directory, which a reader sees whole or not at all. Another process may delete it at the same time."""
+    old = path.with_name(
+        f".{path.name}.{secrets.token_hex(4)}.new"
+    )  # what an interrupted deletion leaves, the name's next writer removes
+    with suppress(FileNotFoundError):
+        path.rename(old)
     discard(old)
 
 
 def size(folder: Path) -> int:
     """The bytes of the files in a directory, of those that are still there."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def _folders(path: Path) -> Iterator[Path]:

@@ -105,6 +105,11 @@ async def refused(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(_body(message), status_code=error.status_code)
 
 
+async def no_store(request: HttpRequest, error: Exception) -> Response:
+    """The answer while the request log cannot be reached. The SDK sends the request again."""
+    return JSONResponse({**_body(str(error)), "category": "server"}, status_code=503)
+
+
 async def refused_tenant(request: HttpRequest, error: Exception) -> Response:
     """The answer to a request that cannot be executed."""
     return JSONResponse(_body(str(error)), status_code=400)

@@ -1,7 +1,7 @@
 """The learner of the training service: executes the requests for models, one after the other; batches of several models in one pass.
 
-Invariant: a request changes a model once. A request that ends with an error leaves the model as it was, except that a refused optimizer step
-drops the gradient; both happen again in the same way after a restart, so the weights have the same bits.
+Invariant: a request changes a model once. A request that ends with an error leaves the model as it was, except that an optimizer step with a
+gradient that is not finite drops it; both happen again in the same way after a restart, so the weights have the same bits.
 """
 
 import asyncio
@@ -16,9 +16,10 @@ from pathlib import Path
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
 from polyreme_trainer.service.batch import BatchResult, LossCall
-from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.errors import ModelLostError, TenantError
 from polyreme_trainer.service.folders import Facts
-from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
+from polyreme_trainer.service.losses import SPECS
+from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, name_of, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_snapshot
 from polyreme_trainer.service.states import States
@@ -37,10 +38,6 @@ EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
 SWEEP_SECONDS = 60.0
 """How often what has expired is deleted."""
-REPLAY_SECONDS = 20.0
-"""A state is saved when executing the requests since the newest one took longer than this,"""
-REPLAY_BYTES = 256 << 20
-"""or when they have more bytes than this."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,7 @@ class ModelLearner:
         base_model: the base model's name.
         max_models: the largest number of models in memory. The others are on disk, and come back with their next request.
         canary: what is compared before a client hears of weights for a sampler; None: these are not loaded before.
+        replay_seconds, replay_bytes: a state is saved when executing the requests since the newest one took longer, or when they have more bytes.
     """
 
     def __init__(
@@ -72,10 +70,13 @@ class ModelLearner:
         base_model: str,
         max_models: int,
         canary: SnapshotProbe | None = None,
+        replay_seconds: float = 20.0,
+        replay_bytes: int = 256 << 20,
     ) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
+        self._critic = name_of(base_model, critic=True)
         self._report = LearnerReport(log.records)
-        self._canary = canary
+        self._canary, self._replay_seconds, self._replay_bytes = canary, replay_seconds, replay_bytes
         self._written: dict[LogPlace, Snapshot] = {}
         """Snapshots whose requests are not finished."""
         self._loading: dict[LogPlace, asyncio.Task[None]] = {}
@@ -176,7 +177,7 @@ class ModelLearner:
         """Counts what a restart would have to execute again, and saves the model when that is too much."""
         replay = self._replay.get(place.lane, Replay()).and_then(seconds, nbytes)
         self._replay[place.lane] = replay
-        if replay.seconds > REPLAY_SECONDS or replay.nbytes > REPLAY_BYTES:
+        if replay.seconds > self._replay_seconds or replay.nbytes > self._replay_bytes:
             self._save_state(place)
         if self._saved.get(place.lane) == place.seq:
             await self._log.forget(place.lane, place.seq)
@@ -193,14 +194,25 @@ class ModelLearner:
                 if request.op in CREATES and not again:
                     self._states.check_room()
                 if request.op in BATCHES:
-                    calls[place] = read_batch(parse_batch(request.body))
+                    calls[place] = self._read_batch(place.lane, request)
                 else:
                     results[place] = self._ops[request.op](place.lane, place.seq, request)
+            except ModelLostError as error:
+                results[place] = failure(str(error), "user")
+                self._forget(place.lane)  # its next request recovers it
             except TenantError as error:
                 results[place] = failure(str(error), "user")
         if calls:
             results |= self._compute(calls, backward=requests[next(iter(calls))].op == "forward_backward")
         return results
+
+    def _read_batch(self, lane: str, request: Request) -> LossCall:
+        """The batch of a request whose loss the model has. Raises TenantError."""
+        call, critic = read_batch(parse_batch(request.body)), lane in self._engine.critics
+        if (SPECS[call.loss].output == "values") != critic:
+            wanted = "loss_fn = value for a critic" if critic else f"a critic, {self._critic}, for loss_fn = value"
+            raise TenantError(f"expected {wanted}; found {call.loss if critic else self._base_model}")
+        return call
 
     def _compute(self, calls: Mapping[LogPlace, LossCall], backward: bool) -> dict[LogPlace, bytes]:
         """The results of batches."""
@@ -214,7 +226,7 @@ class ModelLearner:
                 continue
             if backward:
                 self._report.meters.add_batch(place.lane, call.batch, result.loss)
-            results[place] = batch_result(result)
+            results[place] = batch_result(result, SPECS[call.loss].output)
         return results
 
     async def _load(self, place: LogPlace, snapshot: Snapshot, result: bytes) -> None:
@@ -235,7 +247,7 @@ class ModelLearner:
         if saved is not None:
             folder, facts = saved
             seq = self._saved[lane] = facts.seq
-            self._engine.load(lane, folder, facts.lora, facts.steps)
+            self._load_state(lane, folder, facts)
             await self._log.forget(lane, seq)
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
@@ -254,7 +266,7 @@ class ModelLearner:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane not in self._engine.models:  # it could not be created
             return
-        facts = Facts(self._base_model, self._engine.models[place.lane], place.seq, self._engine.steps(place.lane))
+        facts = Facts(self._name(place.lane), self._engine.models[place.lane], place.seq, self._engine.steps(place.lane))
         self._states.save_state(place.lane, partial(self._engine.save, place.lane, gradient=True), facts)
         self._saved[place.lane] = place.seq
 
@@ -300,24 +312,44 @@ class ModelLearner:
 
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
         lora, seed = lora_of(request.fields["lora"], lane)
+        critic = request.fields.get("critic", False)
+        if critic and lora is None:
+            raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")
         self._check_alone(lane, lora)
-        self._engine.create(lane, lora, seed)
+        self._engine.create(lane, lora, seed, critic)
         return json_result(type="create_model", model_id=lane)
 
     def _create_from(self, lane: str, seq: int, request: Request) -> bytes:
         folder, facts = self._read_checkpoint(request)
         self._check_alone(lane, facts.lora)
-        self._engine.load(lane, folder, facts.lora, facts.steps)
+        self._load_checkpoint(lane, folder, facts)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
         folder, facts = self._read_checkpoint(request)
+        if facts.base_model != self._name(lane):
+            raise TenantError(f"expected a checkpoint of {self._name(lane)}; found one of {facts.base_model}")
         if facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        self._engine.load(lane, folder, facts.lora, facts.steps)
+        self._load_checkpoint(lane, folder, facts)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
+
+    def _load_checkpoint(self, lane: str, folder: Path, facts: Facts) -> None:
+        """As `_load_state`. Raises ModelLostError when a client deletes the checkpoint meanwhile."""
+        try:
+            self._load_state(lane, folder, facts)
+        except FileNotFoundError:
+            raise ModelLostError("expected a saved checkpoint; found one that was deleted while it was read") from None
+
+    def _load_state(self, lane: str, folder: Path, facts: Facts) -> None:
+        """Gives a model what was saved in a directory, and creates the model if there is none."""
+        self._engine.load(lane, folder, facts.lora, facts.steps, facts.base_model == self._critic)
+
+    def _name(self, lane: str) -> str:
+        """The name of a model's base model for clients."""
+        return name_of(self._base_model, lane in self._engine.critics)
 
     def _read_checkpoint(self, request: Request) -> tuple[Path, Facts]:
         """The directory and the facts of a checkpoint, without steps if its moments are not asked for. Raises TenantError when there is none, or it is not one to continue from."""
@@ -325,7 +357,7 @@ class ModelLearner:
         facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":
             raise TenantError(f"expected a checkpoint that save_weights wrote; found {checkpoint}")
-        if facts.base_model != self._base_model:
+        if facts.base_model not in (self._base_model, self._critic):
             raise TenantError(f"expected a checkpoint of {self._base_model}; found one of {facts.base_model}")
         return self._states.folder(checkpoint), facts if request.fields["optimizer"] else replace(facts, steps=0)
 
@@ -340,11 +372,13 @@ class ModelLearner:
         return json_result(type="save_weights", path=str(checkpoint))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
+        if lane in self._engine.critics:
+            raise TenantError("not supported: weights for a sampler of a critic, which has values and no tokens")
         checkpoint = self._save_installed(lane, seq, request, "sampler_weights")
         if self._canary is not None:
             measured = self._engine.forward({lane: self._canary.call})[lane]
             assert isinstance(measured, BatchResult)
-            self._written[in_lane(lane, seq)] = Snapshot(self._states.folder(checkpoint).resolve(), measured.logprobs[0])
+            self._written[in_lane(lane, seq)] = Snapshot(self._states.folder(checkpoint).resolve(), measured.outputs[0])
         session = request.fields["sampling_session"]
         named: dict[str, object] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
         return json_result(type="save_weights_for_sampler", **named)
@@ -367,7 +401,7 @@ class ModelLearner:
         life = fields["ttl"] or (None if is_named else EPHEMERAL_SECONDS)
         expires = None if life is None else now + life
         whose = {"tenant": fields["tenant"], "metadata": fields["metadata"], "is_named": is_named, "created": now}
-        return Facts(self._base_model, self._engine.models[lane], seq, self._engine.steps(lane), expires, **whose)
+        return Facts(self._name(lane), self._engine.models[lane], seq, self._engine.steps(lane), expires, **whose)
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")

@@ -23,6 +23,8 @@ Number = Annotated[int, Field(ge=0, lt=10**9)]
 """Of a model or a sampling session of a session."""
 Life = Annotated[float, Field(gt=0, le=10 * 366 * 86400)]
 """Seconds until a checkpoint may be deleted: at most ten years."""
+_NUMBERS = frozenset({"learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm", "temperature", "top_p"})
+_CRITIC = ":critic"
 _MODEL = r"[0-9a-f]{32}:train:[0-9]{1,9}"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 _PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights|external_weights)/({_NAME})")
@@ -41,6 +43,11 @@ class SavedModel:
 
     def __str__(self) -> str:
         return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+def name_of(base_model: str, critic: bool) -> str:
+    """The name by which clients ask for a model on a base model; a critic is a variant of it."""
+    return base_model + _CRITIC if critic else base_model
 
 
 def read_path(text: str) -> SavedModel:
@@ -63,6 +70,12 @@ def check_seq(seq: int) -> None:
     """The number of a request for a model. Raises TenantError."""
     if seq < 1:
         raise TenantError(f"expected a seq_id from 1; found {seq}")
+
+
+def check_length(found: int, longest: int) -> None:
+    """The tokens of a sequence. Raises TenantError."""
+    if found > longest:
+        raise TenantError(f"expected at most {longest} tokens in a sequence, max_context_length of the base model; found {found}")
 
 
 def check_name(name: str) -> str:
@@ -142,6 +155,12 @@ class OfModel(Message):
     model_id: Id
 
 
+class InOrder(OfModel):
+    """The place of a request in the order of a model's requests."""
+
+    seq_id: Seq
+
+
 class OptimStep(OfModel):
     seq_id: Seq
     adam_params: AdamSettings | None = None
@@ -157,6 +176,11 @@ class SaveWeights(OfModel):
     seq_id: Seq
     ttl_seconds: Life | None = None
     overwrite: bool = False
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name, also of one whose client gives it none."""
+        return f"request-{self.seq_id}" if self.path is None else self.path
 
 
 class SaveExternal(OfModel):
@@ -188,6 +212,17 @@ class SamplingSession(Message):
     model_path: str | None = None
 
 
+class OpenAgentSession(Message):
+    """Of which of the three it samples: the base model without any."""
+
+    sampling_session_id: Id | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+
+
 class TextChunk(Message):
     type: Literal["encoded_text", ""] = ""
     tokens: list[int] = Field(max_length=1 << 20)
@@ -197,16 +232,30 @@ class SamplePrompt(Message):
     chunks: list[TextChunk] = Field(min_length=1, max_length=1 << 16)
 
 
-Stop = Annotated[str, Field(max_length=1000)]
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 64, 1000, 1024
+"""Most strings that end an answer, and characters of each; most tokens that end one."""
 
 
 class SamplingOptions(Message):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | Annotated[list[int], Field(max_length=1024)] | None = None
+    stop: str | list[str] | list[int] | None = None
     temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _can_end(cls, value: object) -> object:
+        """Raises ValueError for what can end no answer, or takes too long to be found in one."""
+        stops = [value] if isinstance(value, str) else value
+        if isinstance(stops, list):
+            if len(stops) <= MAX_STOPS and all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARACTERS for each in stops):
+                return value
+            if len(stops) <= MAX_STOP_IDS and all(type(each) is int and 0 <= each < 2**31 for each in stops):
+                return value
+        strings = f"a string of 1 to {MAX_STOP_CHARACTERS} characters, up to {MAX_STOPS} of them"
+        raise ValueError(f"expected {strings}, or up to {MAX_STOP_IDS} token ids")
 
 
 class Sample(Message):
@@ -249,11 +298,26 @@ class OfSession(Message):
 
 def read(kind: type[AnyMessage], body: bytes) -> AnyMessage:
     """A JSON request. Raises TenantError."""
+    return read_tree(kind, _tree(body))
+
+
+def read_place(body: bytes) -> tuple[str, int]:
+    """The model and the number of a JSON request, whatever else it has. Raises TenantError."""
+    given = read_tree(InOrder, {key: value for key, value in _tree(body).items() if key in ("model_id", "seq_id")})
+    return given.model_id, given.seq_id
+
+
+def has_place(body: bytes) -> bool:
+    """Whether a JSON request names a model and a number. Raises TenantError."""
+    return {"model_id", "seq_id"} <= _tree(body).keys()
+
+
+def _tree(body: bytes) -> dict[str, object]:
     try:
         tree = json.loads(body or b"{}")
         if not isinstance(tree, dict):
             raise TenantError(f"expected a JSON object; found {type(tree).__name__}")
-        return read_tree(kind, without_nulls(tree))
+        return {key: without_nulls(value) for key, value in tree.items() if value is not None}
     except (ValueError, RecursionError) as error:
         raise TenantError(f"expected JSON; found {error}") from None
 
@@ -267,14 +331,16 @@ def read_tree(kind: type[AnyMessage], tree: Mapping[str, Any]) -> AnyMessage:
 
 
 def without_nulls(tree: Any) -> Any:
-    """A JSON value without the keys that are null."""
+    """A JSON value without the keys that are null, except numbers: the SDK writes NaN and infinity as null."""
     if isinstance(tree, dict):
-        return {key: without_nulls(value) for key, value in tree.items() if value is not None}
+        return {key: without_nulls(value) for key, value in tree.items() if value is not None or key in _NUMBERS}
     return [without_nulls(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"]).encode("ascii", "backslashreplace").decode()[:200]
+    if problem["input"] is None:
+        return f"{where}: expected a finite number; found null, as which the SDK sends NaN and infinity"
     if problem["type"] in ("extra_forbidden", "literal_error"):
         return f"not supported: {where} = {problem['input']!r:.80}"
-    return f"{where}: {problem['msg']}; found {problem['input']!r:.80}"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}; found {problem['input']!r:.80}"

@@ -6,7 +6,8 @@ on; any other error ends its rank, and with it all of them.
 """
 
 import json
-from collections.abc import AsyncIterator, Mapping
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from polyreme_trainer.service.batch import BatchResult, LossCall, pack_call, rea
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import AdamSettings
 from polyreme_trainer.service.tenant_engine import TenantEngine
+
+logger = logging.getLogger(__name__)
 
 _END = b""
 
@@ -78,17 +81,21 @@ class LeadingEngine:
     def models(self) -> Mapping[str, LoraConfig | None]:
         return self._engine.models
 
+    @property
+    def critics(self) -> Collection[str]:
+        return self._engine.critics
+
     def steps(self, name: str) -> int:
         return self._engine.steps(name)
 
-    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
-        self._call("create", name=name, lora=_fields(lora), seed=seed)
+    def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
+        self._call("create", name=name, lora=_fields(lora), seed=seed, critic=critic)
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
         self._call("save", name=name, folder=str(folder), gradient=gradient)
 
-    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
-        self._call("load", name=name, folder=str(folder), lora=_fields(lora), steps=steps)
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
+        self._call("load", name=name, folder=str(folder), lora=_fields(lora), steps=steps, critic=critic)
 
     def remove(self, name: str) -> None:
         self._call("remove", name=name)
@@ -116,7 +123,10 @@ class LeadingEngine:
             return
         async with self._ranks.telling():
             yield self
-            self._ranks.tell(_END)
+            try:
+                self._ranks.tell(_END)
+            except RuntimeError as lost:
+                logger.warning("another rank has ended before: %s", lost)
 
     def _call(self, method: str, **fields: Any) -> Any:
         return self._tell(EngineCall(method, fields))

@@ -116,7 +116,7 @@ class RestRoutes:
         newest = {each.name.kind: _checkpoint(each) for each in kept}
         return {
             "training_run_id": model.name,
-            "base_model": self._base_model,
+            "base_model": model.base_model,
             "model_owner": tenant,
             "is_lora": model.rank > 0,
             "lora_rank": model.rank or None,

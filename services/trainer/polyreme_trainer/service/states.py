@@ -12,23 +12,26 @@ it is, and when it expires. Checkpoints take at most `limit` bytes.
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron.atomic import discard, new_directory
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import FACTS, Facts, Folders, remove, size
-from polyreme_trainer.service.messages import SavedModel
-
-UNNAMED = 32
-"""Checkpoints without a name that are kept of a model, the newest ones."""
+from polyreme_trainer.service.messages import Kind, SavedModel
 
 
 class States(Folders):
-    """The directories as the learner writes them. limit: bytes of all checkpoints."""
+    """The directories as the learner writes them.
 
-    def __init__(self, root: Path, limit: int) -> None:
+    Args:
+        limit: bytes of all checkpoints.
+        unnamed: checkpoints without a name that are kept of a model, the newest ones.
+    """
+
+    def __init__(self, root: Path, limit: int, unnamed: int = 32) -> None:
         super().__init__(root)
-        self._limit = limit
+        self._limit, self._unnamed = limit, unnamed
 
     def save_state(self, model: str, write: Callable[[Path], None], facts: Facts) -> None:
         """Saves the state of a model after the request `facts.seq`, which `write` writes, and deletes its earlier states."""
@@ -56,7 +59,7 @@ class States(Folders):
             (folder / FACTS).write_text(facts.to_json())
             self._make_room(size(folder))
         if not facts.is_named:
-            for old in [each for each in self.kept(checkpoint.model) if not each.facts.is_named][:-UNNAMED]:
+            for old in [each for each in self.kept(checkpoint.model) if not each.facts.is_named][: -self._unnamed]:
                 remove(self.folder(old.name))
 
     def unfinished(self) -> list[str]:
@@ -86,10 +89,9 @@ class States(Folders):
             for folder in (self.root / model).glob("*weights/[!.]*"):
                 if (facts := Facts.read(folder)) is not None and facts.is_expired:
                     remove(folder)
-            with suppress(OSError):  # something is in them
-                for kind in (self.root / model).iterdir():
-                    kind.rmdir()
-                (self.root / model).rmdir()
+            for folder in (*((self.root / model / kind) for kind in get_args(Kind)), self._states(model), self.root / model):
+                with suppress(OSError):  # something is in it
+                    folder.rmdir()
 
     def _make_room(self, needed: int) -> None:
         """Deletes checkpoints without a name, the oldest first, until `needed` more bytes are within the limit. Raises TenantError."""

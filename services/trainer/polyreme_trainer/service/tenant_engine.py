@@ -3,7 +3,7 @@
 Invariant: imports no torch, so that the learner runs on the simulated engine without it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,24 +36,31 @@ class TenantEngine(Protocol):
         """The adapters of every model; None: all parameters."""
         ...
 
+    @property
+    def critics(self) -> Collection[str]:
+        """The models that are critics: adapters with a value head."""
+        ...
+
     def steps(self, name: str) -> int:
         """The optimizer steps of a model."""
         ...
 
-    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
-        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
+    def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. The values of a new critic
+        are 0. Raises TenantError for adapters or a critic that the base model cannot have."""
         ...
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
         """Writes a model's weights and moments into an empty directory. `gradient`: also the gradient since the last optimizer step."""
         ...
 
-    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
         """Gives a model the state that `save` wrote, and creates the model if there is none.
 
         Args:
             lora: the adapters of the state.
             steps: the optimizer steps of the state; 0: without its moments.
+            critic: whether it is a critic's.
         """
         ...
 
@@ -76,7 +83,8 @@ class TenantEngine(Protocol):
             The gradient's norm before clipping, and the number of steps.
 
         Raises:
-            TenantError: the gradient is not finite, and nothing but it has changed: it is zero now. Or the new weights are not finite.
+            TenantError: the gradient is not finite, and nothing but it has changed: it is zero now.
+            ModelLostError: the new weights are not finite.
         """
         ...
 

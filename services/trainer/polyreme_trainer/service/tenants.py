@@ -18,6 +18,7 @@ from polyreme_trainer.service.messages import CreateSession
 from polyreme_trainer.service.submission import ENDED
 
 Record = Mapping[str, str]
+_ENDS = {"session": "Finish", "model": "Unload", "agent session": "End"}
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,15 @@ class TenantSession:
 
 @dataclass(frozen=True)
 class TenantModel:
-    """A model that is trained. rank: of its adapters; 0: all parameters. used: its last request, seconds since the epoch."""
+    """A model that is trained. base_model: its name for clients, see `messages.name_of`. rank: of its adapters; 0: all parameters. used: its last
+    request, seconds since the epoch. is_unloaded: its last request is the one that unloads it."""
 
     name: str
+    base_model: str
     rank: int
     metadata: dict[str, object]
     used: float
+    is_unloaded: bool
 
 
 class Tenants:
@@ -46,14 +50,14 @@ class Tenants:
     def __init__(self, log: RequestLog) -> None:
         self._log = log
 
-    async def check_room(self, tenant: str, kind: Literal["session", "model"], most: int) -> None:
+    async def check_room(self, tenant: str, kind: Literal["session", "model", "agent session"], most: int) -> None:
         """Raises TenantError when a tenant has as many sessions or models as it may."""
         names = await self._log.names(kind, tenant)
         if len(names) < most:
             return
         records = [await self._log.record(kind, name) for name in names]
         if (count := sum(record is not None and ENDED not in record for record in records)) >= most:
-            do = "Finish one, or ask for a larger quota." if kind == "session" else "Unload one, or ask for a larger quota."
+            do = f"{_ENDS[kind]} one, or ask for a larger quota."
             raise TenantError(f"expected at most {most} {kind}s of a tenant; found {count}. {do}")
 
     async def add_session(self, tenant: str, name: str, given: CreateSession) -> None:
@@ -81,14 +85,15 @@ class Tenants:
             await self._log.set_record("session", name, {ENDED: how})
 
     async def add_model(
-        self, tenant: str, session: str, number: int, lora: Mapping[str, Any] | None, metadata: Any, most: int
+        self, tenant: str, session: str, number: int, base_model: str, lora: Mapping[str, Any] | None, metadata: Any, most: int
     ) -> str:
-        """Returns the new model's name. Raises TenantError when the tenant has `most` models."""
+        """Returns the new model's name. base_model, lora: see `TenantModel`, and `LoraOptions`. Raises TenantError when the tenant has `most` models."""
         name = f"{session}:train:{number}"
-        if await self._log.record("model", name) is None:  # a repetition needs no room
-            await self.check_room(tenant, "model", most)
+        if await self._log.record("model", name) is not None:  # the first request of a number stands
+            return name
+        await self.check_room(tenant, "model", most)
         rank = 0 if lora is None else int(lora["rank"])
-        fields = {"tenant": tenant, "rank": str(rank), "metadata": json.dumps(metadata)}
+        fields = {"tenant": tenant, "base_model": base_model, "rank": str(rank), "metadata": json.dumps(metadata)}
         await self._log.set_record("model", name, fields, (tenant, session))
         return name
 
@@ -96,7 +101,8 @@ class Tenants:
         """Raises HTTPException for an unknown model."""
         used = await self._log.used("model", name)
         record = await self._record(tenant, "model", name)
-        return TenantModel(name, int(record["rank"]), json.loads(record["metadata"]), used)
+        about = json.loads(record["metadata"]), used, ENDED in record
+        return TenantModel(name, record["base_model"], int(record["rank"]), *about)
 
     async def add_sampling(self, tenant: str, session: str, number: int, path: str) -> str:
         """Returns the name of the new sampling session. path: of its checkpoint; empty: the base model."""
@@ -107,6 +113,10 @@ class Tenants:
     async def sampling(self, tenant: str, name: str) -> str:
         """The checkpoint's path of a sampling session. Raises HTTPException for an unknown one."""
         return (await self._record(tenant, "sampling", name))["path"]
+
+    async def agent_session(self, tenant: str, id: str) -> Record:
+        """What an agent's session samples from, see `AgentPolicy`. Raises HTTPException for an unknown one."""
+        return await self._record(tenant, "agent session", id)
 
     async def names(self, kind: str, group: str) -> list[str]:
         """The sessions or models of a tenant, or the models or sampling sessions of a session, the newest first."""

@@ -7,6 +7,7 @@ Invariant: pure. A batch that cannot be computed as it stands is refused, and th
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,6 +66,9 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
     for name, value in (given or dict(message.loss_fn_config)).items():
         if name not in options or not isinstance(value, float):
             raise TenantError(f"not supported: loss_fn_config.{name} = {value!r:.80} of {message.loss_fn}")
+        if not math.isfinite(value) or (name in loss.positive and value <= 0):
+            above = " above 0" if name in loss.positive else ""
+            raise TenantError(f"expected a finite loss_fn_config.{name}{above} of {message.loss_fn}; found {value}")
         options[name] = value
     if not message.data:
         raise TenantError("expected at least one datum; found none")
@@ -77,7 +81,10 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         where = f"data[{number}]"
         ids = _tokens(datum.model_input, where)
         given_inputs = {name: _array(tensor, f"{where}.{name}") for name, tensor in datum.loss_fn_inputs.items()}
-        wanted = given_inputs.pop("target_tokens", None)
+        has_targets = loss.output == "logprobs"
+        wanted = given_inputs.pop("target_tokens", None) if has_targets else np.zeros(len(ids), np.int64)
+        if not has_targets and message.forward_only and not given_inputs:  # a client's loss needs the values first
+            given_inputs = {name: np.zeros(len(ids), np.float32) for name in loss.inputs}
         if wanted is None:
             raise TenantError(f"expected target_tokens in {where}; found none")
         if wanted.dtype.kind != "i":
@@ -87,7 +94,8 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         for name in loss.inputs:
             if name not in given_inputs and name not in loss.optional:
                 raise TenantError(f"expected {name} in {where}; found none")
-            missing = given_inputs["advantages"] != 0 if name == "mask" else np.ones(len(ids))
+            masked = name == "mask" and "advantages" in loss.inputs
+            missing = given_inputs["advantages"] != 0 if masked else np.ones(len(ids))
             columns[name].append(given_inputs.get(name, missing).astype(np.float32))
         for name, array in {"target_tokens": wanted, **given_inputs}.items():
             if array.shape != (len(ids),):
@@ -122,12 +130,12 @@ def _array(tensor: pb.TensorData, where: str) -> np.ndarray:
         raise TenantError(f"expected an array in {where}; found {error}") from None
 
 
-def batch_result(found: BatchResult) -> bytes:
-    """The answer with a batch's result."""
-    arrays = [np.asarray(each, "<f4") for each in found.logprobs]
+def batch_result(found: BatchResult, name: Literal["logprobs", "values"] = "logprobs") -> bytes:
+    """The answer with a batch's result, whose outputs have this name."""
+    arrays = [np.asarray(each, "<f4") for each in found.outputs]
     offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8")
     tensor = pb.BatchedTensor(data=b"".join(each.tobytes() for each in arrays), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32)
-    record = pb.ArrayRecord(type_tag="logprobs", num_datums=len(arrays), fields={"logprobs": tensor})
+    record = pb.ArrayRecord(type_tag=name, num_datums=len(arrays), fields={name: tensor})
     metrics = {"loss:sum": found.loss}
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
     return b"P" + output.SerializeToString()

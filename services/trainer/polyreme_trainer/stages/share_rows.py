@@ -18,8 +18,10 @@ PIECE_TOKENS = 1 << 24
 """Maximum number of tokens in one message; a longer sequence has its own message."""
 
 
-def share_rows(ranks: Ranks, read: Callable[[], StageRows]) -> StageRows:
+def share_rows(ranks: Ranks, read: Callable[[], StageRows], piece_tokens: int = PIECE_TOKENS) -> StageRows:
     """Returns on every rank the rows that `read` returns on rank 0. Only rank 0's result counts the omitted rows. Collective.
+
+    They are sent in pieces of at most `piece_tokens` tokens, or of one row.
 
     Raises:
         On rank 0, the error of `read`; on the others, LeaderError, or DataError when their disk is full.
@@ -36,7 +38,7 @@ def share_rows(ranks: Ranks, read: Callable[[], StageRows]) -> StageRows:
 
     width, packed_lengths, *columns = split(ranks.broadcast_from_leader(head))
     lengths, store = np.frombuffer(packed_lengths, np.int64), TokenStore()
-    for first, end in pieces(lengths, PIECE_TOKENS):
+    for first, end in pieces(lengths, piece_tokens):
         ids, mask = split(ranks.broadcast_from_leader(partial(piece, first, end)))
         if not ranks.leads:
             ends = np.cumsum(lengths[first:end])[:-1]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme.experience.metric_records import MetricValues
-from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.experience.record_codec import TrainedSamples
 from polyreme.rundir.checkpoint_manifest import CheckpointFacts, checkpoint_path, number_of, numbered
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
@@ -81,15 +81,11 @@ class SimulatedTrainEngine:
         self._weights = Weights()
         self._checkpoints = config.run_dir / "checkpoints"
         self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
-        self._arena = Arena.create(run_id, weight_bytes)
+        self.arena, self.longest = Arena.create(run_id, weight_bytes), config.rollout.max_model_len
         self.newest_save: int | None = None
         self._pending: PendingSave | None = None
         self.trained_samples: TrainedSamples | None = None
         self.facts: CheckpointFacts = {}
-
-    @property
-    def arena(self) -> Arena:
-        return self._arena
 
     def load(self) -> int | None:
         found = newest(self._checkpoints)
@@ -101,10 +97,6 @@ class SimulatedTrainEngine:
 
     def begin_phase(self, phase: SftPhase) -> None:
         pass
-
-    @property
-    def longest(self) -> int:
-        return self._config.rollout.max_model_len
 
     def forward(self, role: str, rows: StageRows) -> NDArray[np.float32]:
         return np.zeros(sum(len(ids) - 1 for ids in rows.ids), dtype=np.float32)
@@ -151,12 +143,12 @@ class SimulatedTrainEngine:
         }
 
     def write(self, slot: int, version: int, term: int) -> Written:
-        self._arena.begin(slot)
-        view = self._arena.slot_view(slot)
+        self.arena.begin(slot)
+        view = self.arena.slot_view(slot)
         digests = self._weights.plans + self._weights.payloads
         tensor_views(LAYOUT, view)["weight"][:] = np.frombuffer(digests, np.uint8)
         sealed = seal(self._layout.stamped(self._run_id, term, version), view)
-        return Written(sealed, slot, self._arena.complete(slot, version, term))
+        return Written(sealed, slot, self.arena.complete(slot, version, term))
 
     def save(self, written: Written, version: int, facts: CheckpointFacts) -> None:
         self._begin(self.hf_path(version), facts)
@@ -204,7 +196,7 @@ class SimulatedTrainEngine:
         pass
 
     def close(self) -> None:
-        self._arena.close()
+        self.arena.close()
 
 
 def centred(batch: PlannedBatch) -> TrainedSamples:

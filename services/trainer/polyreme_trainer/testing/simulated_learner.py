@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from polyreme.config.run import RunConfig
-from polyreme.experience.run import Run
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.listing import attached
+from polyreme.experience.store import RECONNECT_TIMEOUT
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
 from polyreme_trainer.learner.device_turns import LearnerTurns
@@ -26,11 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 async def _read_config(redis_url: str, run_id: str) -> RunConfig:
-    redis = await connect(redis_url, RECONNECT_TIMEOUT)
-    try:
-        return await (await Run.attach(redis, run_id, ATTACH_SECONDS)).config()
-    finally:
-        await redis.aclose()
+    async with attached(redis_url, run_id, ATTACH_SECONDS, RECONNECT_TIMEOUT) as run:
+        return await run.config()
 
 
 def simulated_learner(

@@ -5,7 +5,7 @@ order, and a replay must produce the same bytes. Log-probabilities are a functio
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.service.batch import Batch, BatchResult, FloatArray, LossCall
-from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.errors import ModelLostError, TenantError
 from polyreme_trainer.service.messages import AdamSettings
 
 WEIGHT = "weight"
 """The one tensor of a model's files, U8 [32]."""
+LARGEST_RATE = 1e30
+"""A step with a larger learning rate spoils a model."""
 _WEIGHTS, _MOMENTS, _GRADIENT, _STATE = "weights", "moments", "gradient", "state.safetensors"
 _NOTHING = bytes(32)
 
@@ -33,6 +35,7 @@ class _Model:
     steps: int = 0
     moments: bytes = _NOTHING
     gradient: bytes = _NOTHING
+    critic: bool = False
 
 
 class SimulatedTenantEngine:
@@ -58,23 +61,27 @@ class SimulatedTenantEngine:
     def models(self) -> Mapping[str, LoraConfig | None]:
         return {name: model.lora for name, model in self._models.items()}
 
+    @property
+    def critics(self) -> Collection[str]:
+        return {name for name, model in self._models.items() if model.critic}
+
     def steps(self, name: str) -> int:
         return self._models[name].steps
 
-    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
+    def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
         self.executed.append("create")
-        self._models[name] = _Model(lora, _digest(b"create", repr(lora).encode(), str(seed).encode()))
+        self._models[name] = _Model(lora, _digest(b"create", repr(lora).encode(), str(seed).encode()), critic=critic)
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
         model = self._models[name]
         kept = {_WEIGHTS: model.weights, _MOMENTS: model.moments} | ({_GRADIENT: model.gradient} if gradient else {})
         save_file({kind: _array(digest) for kind, digest in kept.items()}, folder / _STATE)
 
-    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
         self.executed.append("load")
         kept = {kind: array.tobytes() for kind, array in load_file(folder / _STATE).items()}
         moments = kept[_MOMENTS] if steps else _NOTHING
-        self._models[name] = _Model(lora, kept[_WEIGHTS], steps, moments, kept.get(_GRADIENT, _NOTHING))
+        self._models[name] = _Model(lora, kept[_WEIGHTS], steps, moments, kept.get(_GRADIENT, _NOTHING), critic)
 
     def remove(self, name: str) -> None:
         self._models.pop(name, None)
@@ -106,8 +113,14 @@ class SimulatedTenantEngine:
     def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
         self.executed.append("optim_step")
         model = self._models[name]
+        if given.learning_rate > LARGEST_RATE:
+            self._models[name] = replace(model, weights=_NOTHING, moments=_NOTHING, gradient=_NOTHING)
+            raise ModelLostError(
+                f"expected finite weights after a step; found others at a learning rate of {given.learning_rate}"
+            )
         moments = _digest(model.moments, model.gradient, repr(given).encode())
-        self._models[name] = _Model(model.lora, _digest(model.weights, moments), model.steps + 1, moments)
+        moved = _digest(model.weights, moments)
+        self._models[name] = replace(model, weights=moved, steps=model.steps + 1, moments=moments, gradient=_NOTHING)
         return float(moments[0]), model.steps + 1
 
     def write_sampler_weights(self, name: str, folder: Path) -> None:

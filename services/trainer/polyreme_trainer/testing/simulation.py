@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.experience.run import Run
-from polyreme.experience.store import connect
+from polyreme.experience.listing import attached
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
@@ -39,15 +38,11 @@ def simulation(
 
 
 async def _train(redis_url: str, run_id: str | None, log_dir: Path, options: tuple[str, ...], http_port: int | None) -> None:
-    redis = await connect(redis_url)
-    try:
-        run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
+    async with attached(redis_url, run_id, _ATTACH_SECONDS) as run:
         config = await run.config()
         learner = ("-m", "polyreme_trainer.testing.simulated_learner", *options)
         async with export(run, config, "127.0.0.1", http_port):
             await Trainer(config, run, trainer_processes(config, run.run_id, redis_url, log_dir, learner)).run()
-    finally:
-        await redis.aclose()
 
 
 if __name__ == "__main__":

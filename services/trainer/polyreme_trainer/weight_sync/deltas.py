@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import WHOLE_ABOVE, DeltaError, WeightDelta, compact, diff
 from polyreme.weights.manifest import Manifest, ManifestError
+from polyreme_trainer.weight_sync.part_source import Offer
 from polyreme_trainer.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class EncodedDelta:
 
 
 class Deltas:
-    """The deltas since the newest anchor. Runs on one event loop; threads compare, compress and combine.
+    """The deltas since the newest anchor, a `PartSource`. Runs on one event loop; threads compare, compress and combine.
 
     Args:
         arena: holds the versions.
@@ -80,6 +81,14 @@ class Deltas:
         combining = self._combined[pair]
         await asyncio.wait({combining})  # other waiters keep it when this one is cancelled
         return combining.result()
+
+    async def offer(self, base: Version | None, version: Version) -> Offer:
+        """See `PartSource`: from the arena, for the first machine's part."""
+        encoded = await self.between(base.number, version.number) if base else None
+        if encoded is None:
+            return Offer(version.manifest, lambda client: client.stream(version))
+        delta = encoded.delta
+        return Offer(version.manifest, lambda client: client.stream_delta(delta), delta.manifest, encoded.seconds)
 
     def close(self) -> None:
         """Ends the threads after their current tensors."""

@@ -20,17 +20,10 @@ from polyreme.net import rpc
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import ManifestError
 from polyreme_trainer.weight_sync.part_source import Offer
-from polyreme_trainer.weight_sync.replica_client import (
-    RelayError,
-    ReplicaClient,
-    Sent,
-    SwapError,
-    UnreachableError,
-    mapped_seconds,
-)
+from polyreme_trainer.weight_sync.push_limits import PushLimits
+from polyreme_trainer.weight_sync.replica_client import RelayError, ReplicaClient, Sent, SwapError, UnreachableError
 from polyreme_trainer.weight_sync.version import Version
 
-ANSWER_TIMEOUT = 30.0  # for a delta, plus the longest time of reading the part
 SILENT_SECONDS = 300.0  # without requests after one that was not answered
 
 logger = logging.getLogger(__name__)
@@ -44,11 +37,14 @@ class MachinePart:
     Args:
         number: the part's number, 1 or more.
         on_slots: called with the slots that the machine compares, when they change.
+        limits: of pushes.
         security: of the machine's port.
     """
 
-    def __init__(self, number: int, on_slots: Callable[[set[int]], None], security: SecurityConfig | None = None) -> None:
-        self._number, self._on_slots, self._security = number, on_slots, security
+    def __init__(
+        self, number: int, on_slots: Callable[[set[int]], None], limits: PushLimits, security: SecurityConfig | None = None
+    ) -> None:
+        self._number, self._on_slots, self._limits, self._security = number, on_slots, limits, security
         self._newest: Version | None = None
         self._answers: dict[tuple[int, int], asyncio.Task[_Found | None]] = {}  # by base and version
         self._running: set[asyncio.Task[_Found | None]] = set()
@@ -116,7 +112,7 @@ class MachinePart:
         )
         try:
             async with rpc.connect(part.address, self._security) as channel:
-                seconds = ANSWER_TIMEOUT + mapped_seconds(part.manifest.nbytes)
+                seconds = self._limits.find_delta + self._limits.memory_seconds(part.manifest.nbytes)
                 answer: pb.FindDeltaResponse = await pb_grpc.PartServiceStub(channel).FindDelta(request, timeout=seconds)
             delta = DeltaManifest.from_proto(answer.delta)
         except grpc.aio.AioRpcError as error:

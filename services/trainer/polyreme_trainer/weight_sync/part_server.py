@@ -120,7 +120,7 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
 
     async def FindDelta(self, request: pb.FindDeltaRequest, context: grpc.aio.ServicerContext) -> pb.FindDeltaResponse:
         """Answers once the delta is computed. The caller's deadline bounds the wait."""
-        encoded = await self._delta(request)
+        encoded = await self.delta(request)
         if encoded is None:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND, f"no delta from version {request.base.version} to {request.id.version}"
@@ -128,7 +128,8 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
         assert encoded is not None
         return pb.FindDeltaResponse(delta=encoded.delta.manifest.to_proto(), encode_seconds=encoded.seconds)
 
-    async def _delta(self, request: pb.FindDeltaRequest | pb.FetchRequest) -> EncodedDelta | None:
+    async def delta(self, request: pb.FindDeltaRequest | pb.FetchRequest) -> EncodedDelta | None:
+        """The delta that a request asks for, once it is computed; None when there is none."""
         ids = (request.id, request.base)
         if request.part != self._part or any((id.run_id, id.term) != (self._run_id, self._term) for id in ids):
             return None
@@ -138,7 +139,7 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
         """Sends the part from the request's offset on. The caller's deadline bounds the call."""
         title = f"part {request.part} of version {request.id.version} of term {request.id.term}"
         if request.HasField("base"):
-            encoded = await self._delta(request)
+            encoded = await self.delta(request)
             if encoded is None:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"expected the delta to {title} here; found none")
             assert encoded is not None

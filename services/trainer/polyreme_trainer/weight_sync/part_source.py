@@ -35,12 +35,9 @@ class PartSource(Protocol):
 
     def publish(self, version: Version, wanted: bool) -> None:
         """`version` is the newest. `wanted`: whether a replica receives streams, so that a delta to it may be needed."""
-        ...
 
     async def offer(self, base: Version | None, version: Version) -> Offer:
         """What to send to a replica that serves `base`; None: it has no base. Waits for a delta that is being computed."""
-        ...
 
     def close(self) -> None:
         """Ends the computation of deltas."""
-        ...

@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.experience.ledger import ExperienceLog, Term, TransitionError
+from polyreme.experience.listing import attached
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
@@ -26,15 +27,15 @@ from polyreme.weights.manifest import Manifest, RemotePart
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
-from polyreme_trainer.weight_sync.local_part import LocalPart
 from polyreme_trainer.weight_sync.machine_part import MachinePart
 from polyreme_trainer.weight_sync.part_source import PartSource
+from polyreme_trainer.weight_sync.push_limits import PushLimits
+from polyreme_trainer.weight_sync.replica_client import MakeClient, ReplicaClient
 from polyreme_trainer.weight_sync.replica_state import Commit
 from polyreme_trainer.weight_sync.replica_sync import ReplicaSync, SyncSettings
 from polyreme_trainer.weight_sync.version import Version
 
 START_TIMEOUT = 75.0  # Redis may be unreachable for a minute
-ATTACH_TIMEOUT = 5.0  # the learner has attached to the run already
 CLOSE_TIMEOUT = 10.0
 ANSWER_TIMEOUT = 90.0  # added to a request's own deadline: Redis may be unreachable for a minute
 
@@ -75,10 +76,22 @@ class Publisher:
         redis_url, run_id: the run.
         term: the learner's term.
         arena: this host's arena. The publisher reads it and does not close it.
+        limits: None: those of a run.
+        client: makes the client of a replica.
     """
 
-    def __init__(self, redis_url: str, run_id: str, term: Term, arena: Arena) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        run_id: str,
+        term: Term,
+        arena: Arena,
+        limits: PushLimits | None = None,
+        client: MakeClient = ReplicaClient,
+    ) -> None:
+        self._client = client
         self._redis_url, self._run_id, self._term, self._arena = redis_url, run_id, term, arena
+        self._limits = limits or PushLimits()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run_thread()), name="publisher", daemon=True)
         self._changed = threading.Condition()
         self._state = PublisherState.NEW
@@ -193,11 +206,8 @@ class Publisher:
 
     async def _run_thread(self) -> None:
         try:
-            redis = await connect(self._redis_url, RECONNECT_TIMEOUT)
-            try:
-                await self._push_versions(await Run.attach(redis, self._run_id, ATTACH_TIMEOUT))
-            finally:
-                await redis.aclose()
+            async with attached(self._redis_url, self._run_id, self._limits.attach, RECONNECT_TIMEOUT) as run:
+                await self._push_versions(run)
         except Exception as error:
             logger.error("the publisher failed", exc_info=error)
             self._enter(PublisherState.FAILED, failure=error)  # before the loop ends and cancels waiting requests
@@ -213,8 +223,8 @@ class Publisher:
         def part_source(number: int) -> PartSource:
             compare = partial(slots.compare, part=number)
             if number:
-                return MachinePart(number, compare, config.security)
-            return LocalPart(Deltas(self._arena, config.weights.anchor_interval, threads, compare))
+                return MachinePart(number, compare, self._limits, config.security)
+            return Deltas(self._arena, config.weights.anchor_interval, threads, compare)
 
         settings = SyncSettings(
             term=self._term.counter,
@@ -224,7 +234,9 @@ class Publisher:
             security=config.security,
             announce=not config.ends_engines,
         )
-        sync = ReplicaSync(run, ExperienceLog(run, self._term), self._arena, slots, part_source, settings)
+        sync = ReplicaSync(
+            run, ExperienceLog(run, self._term), self._arena, slots, part_source, settings, self._limits, self._client
+        )
         self._enter(PublisherState.RUNNING, _Connected(asyncio.get_running_loop(), sync))
         try:
             await sync.run()

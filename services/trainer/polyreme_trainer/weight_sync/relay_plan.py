@@ -36,10 +36,15 @@ class _Receipt:
 
 
 class RelayPlan:
-    """Args: roots: replicas that receive the same content from the trainer, where others can fetch it."""
+    """Who receives what from whom.
 
-    def __init__(self, roots: int) -> None:
-        self._roots = roots
+    Args:
+        roots: replicas that receive the same content from the trainer, where others can fetch it.
+        max_fetches: replicas that fetch from one replica at once.
+    """
+
+    def __init__(self, roots: int, max_fetches: int = MAX_FETCHES) -> None:
+        self._roots, self._max_fetches = roots, max_fetches
         self._receipts: dict[str, _Receipt] = {}
         self._failures: dict[tuple[str, str], float] = {}  # (replica, source): when it is forgotten
 
@@ -61,7 +66,7 @@ class RelayPlan:
         sources = (
             name
             for name in sorted((name for name, receipt in others.items() if _has(receipt, content)), key=order)
-            if children[name] < MAX_FETCHES and failed[name] < FAILURES and (replica, name) not in self._failures
+            if children[name] < self._max_fetches and failed[name] < FAILURES and (replica, name) not in self._failures
             if name not in full and self._may_wait(replica, name)
         )
         source = None

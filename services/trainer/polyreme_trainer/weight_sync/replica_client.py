@@ -19,21 +19,14 @@ from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import DeltaManifest, WeightDelta
 from polyreme.weights.wire import (
-    CHUNK_BYTES,
-    SLOWEST_STREAM_BYTES_PER_SECOND,
     STAGE_STREAM,
     encode_chunk,
     encode_delta,
     encode_manifest,
     keep_memory,
 )
+from polyreme_trainer.weight_sync.push_limits import PushLimits
 from polyreme_trainer.weight_sync.version import Version
-
-PROBE_TIMEOUT = 10.0
-STAGE_TIMEOUT = 30.0
-COMMIT_TIMEOUT = 100.0  # the running engine step ends first, and the replica waits up to 30 s for its canary
-SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
-STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
 
 T = TypeVar("T")
 
@@ -77,10 +70,13 @@ class ReplicaClient:
         lease: has the replica's address.
         arena: offered to a replica on this host, and read from for a replica on another host.
         security: of the replica's ports.
+        limits: None: those of a run.
     """
 
-    def __init__(self, lease: Lease, arena: Arena, security: SecurityConfig | None = None) -> None:
-        self._security = security
+    def __init__(
+        self, lease: Lease, arena: Arena, security: SecurityConfig | None = None, limits: PushLimits | None = None
+    ) -> None:
+        self._security, self._limits = security, limits or PushLimits()
         self._address, self._arena = lease.address, arena
         self._channel: grpc.aio.Channel | None = None
         self.probed = False
@@ -104,7 +100,7 @@ class ReplicaClient:
         request = pb.ProbeRequest(
             run_id=identity.run_id, term=identity.term, arena_path=str(self._arena.path), nonce=self._arena.nonce
         )
-        answer = await self._call(lambda stub: stub.Probe(request, timeout=PROBE_TIMEOUT))
+        answer = await self._call(lambda stub: stub.Probe(request, timeout=self._limits.probe))
         self.unmapped = None if answer.can_map else answer.reason
         self.probed = True
 
@@ -113,8 +109,9 @@ class ReplicaClient:
         request = pb.StageArenaRequest(
             manifest=version.manifest, arena_path=str(self._arena.path), slot=version.slot, generation=version.generation
         )
+        seconds = self._limits.stage + self._limits.memory_seconds(version.nbytes)
         try:
-            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_TIMEOUT + mapped_seconds(version.nbytes)))
+            await self._call(lambda stub: stub.StageArena(request, timeout=seconds))
         except _CannotMapError as error:
             self.unmapped = str(error)
 
@@ -137,9 +134,9 @@ class ReplicaClient:
 
         Raises RelayError too.
         """
-        local_seconds = STAGE_TIMEOUT + mapped_seconds(manifest.nbytes)
+        local_seconds = self._limits.stage + self._limits.memory_seconds(manifest.nbytes)
         nbytes = delta.nbytes if delta else manifest.nbytes
-        request = pb.StageRelayRequest(source=source, timeout=local_seconds + nbytes / SLOWEST_STREAM_BYTES_PER_SECOND)
+        request = pb.StageRelayRequest(source=source, timeout=local_seconds + nbytes / self._limits.stream_bytes_per_second)
         if delta:
             request.delta.CopyFrom(delta.to_proto())
         else:
@@ -154,9 +151,8 @@ class ReplicaClient:
         """Makes the replica serve the staged version."""
         identity = version.manifest.id
         request = pb.CommitRequest(id=identity, canary=version.canary)
-        committed: pb.CommitResponse = await self._call(
-            lambda stub: stub.Commit(request, timeout=COMMIT_TIMEOUT + mapped_seconds(version.nbytes))
-        )
+        seconds = self._limits.commit + self._limits.memory_seconds(version.nbytes)
+        committed: pb.CommitResponse = await self._call(lambda stub: stub.Commit(request, timeout=seconds))
         if committed.version != identity.version:
             raise SwapError(f"expected a commit of version {identity.version}; found {committed.version}")
         return committed
@@ -182,25 +178,25 @@ class ReplicaClient:
     async def _stream(self, manifest: bytes, data: memoryview, part_nbytes: int) -> Sent:
         """Sends a manifest and its bytes; `part_nbytes`: of the whole part."""
         keep_memory()
-        local_seconds = mapped_seconds(part_nbytes)
-        seconds = STAGE_TIMEOUT + local_seconds + len(data) / SLOWEST_STREAM_BYTES_PER_SECOND
+        local_seconds = self._limits.memory_seconds(part_nbytes)
+        seconds = self._limits.stage + local_seconds + len(data) / self._limits.stream_bytes_per_second
         return await self._call(lambda stub: self._send(manifest, data, local_seconds, seconds))
 
     async def _send(self, manifest: bytes, data: memoryview, local_seconds: float, seconds: float) -> Sent:
         """Sends a manifest and its bytes; `local_seconds`: the longest time of allocating or applying. Raises AioRpcError, UnreachableError."""
         assert self._channel is not None
-        size = len(data)
+        size, limits = len(data), self._limits
         call = self._channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=seconds)
         status, sent = _CallStatus(call), 0
         try:
-            await _with_idle_timeout(call.write(manifest))
-            async with asyncio.timeout(STAGE_TIMEOUT + local_seconds):  # the replica allocates memory first
+            await _within(limits.stream_idle, call.write(manifest))
+            async with asyncio.timeout(limits.stage + local_seconds):  # the replica allocates memory first
                 sent = begin = (await call.read()).begin_at
             while sent < size:
-                await _with_idle_timeout(call.write(encode_chunk(sent, data[sent : sent + CHUNK_BYTES])))
-                sent += CHUNK_BYTES
+                await _within(limits.stream_idle, call.write(encode_chunk(sent, data[sent : sent + limits.chunk_bytes])))
+                sent += limits.chunk_bytes
             await call.done_writing()
-            async with asyncio.timeout(STREAM_IDLE_TIMEOUT + local_seconds):  # the replica applies a delta
+            async with asyncio.timeout(limits.stream_idle + local_seconds):  # the replica applies a delta
                 staged = (await call.read()).staged
             return Sent(size - begin, staged.apply_seconds)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -209,6 +205,9 @@ class ReplicaClient:
             raise UnreachableError(f"the stream made no progress after {sent} of {size} bytes") from None
         finally:
             call.cancel()
+
+
+MakeClient = Callable[[Lease, Arena, SecurityConfig | None, PushLimits], ReplicaClient]
 
 
 class _CallStatus:
@@ -234,14 +233,9 @@ def _result_now(answer: Coroutine[object, object, T]) -> T | None:
     return None
 
 
-async def _with_idle_timeout(act: Awaitable[T]) -> T:
-    async with asyncio.timeout(STREAM_IDLE_TIMEOUT):
+async def _within(seconds: float, act: Awaitable[T]) -> T:
+    async with asyncio.timeout(seconds):
         return await act
-
-
-def mapped_seconds(nbytes: int) -> float:
-    """The longest time that reading so many bytes of a version from memory may take."""
-    return nbytes / SLOWEST_BYTES_PER_SECOND
 
 
 def _translated(error: grpc.aio.AioRpcError) -> Exception:

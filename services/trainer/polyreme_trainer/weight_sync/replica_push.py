@@ -15,17 +15,13 @@ from dataclasses import asdict
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.metric_records import VersionServed
-from polyreme.process.backoff import Backoff
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.change_signal import ChangeSignal
+from polyreme_trainer.weight_sync.push_limits import PushLimits
 from polyreme_trainer.weight_sync.replica_client import SwapError, UnreachableError
 from polyreme_trainer.weight_sync.replica_state import Commit, InterruptedPushError, ReplicaState, Transfer
 from polyreme_trainer.weight_sync.streams import Streams
 from polyreme_trainer.weight_sync.version import Version
-
-SWAP_ATTEMPTS = 3
-REACH_ATTEMPTS = 10  # about half a minute; a dead replica loses its lease earlier
-BACKOFF = Backoff(first=0.2, longest=5.0)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +38,7 @@ class ReplicaPush:
         devices_train: whether the learner has the replicas' devices.
         notice: reports to the run.
         changes: notified after every change of a replica.
+        limits: of pushes.
     """
 
     def __init__(
@@ -54,9 +51,11 @@ class ReplicaPush:
         devices_train: Callable[[], bool],
         notice: Callable[[str], Awaitable[None]],
         changes: ChangeSignal,
+        limits: PushLimits,
     ) -> None:
         self._experience, self._slots, self._streams, self._term = experience, slots, streams, term
         self._target, self._devices_train, self._notice, self._changes = target, devices_train, notice, changes
+        self._limits = limits
 
     async def keep_current(self, replica: ReplicaState) -> None:
         """Keeps one replica at the target version, until it is quarantined.
@@ -134,13 +133,13 @@ class ReplicaPush:
         logger.warning("replica %s: %s", replica.lease.id, replica.last_error)
         if replica.client.unmapped and replica.reach_failures == 1 and not reached:
             await self._notice(f"replica {replica.lease.id} has not received its weights, retrying: {replica.last_error}")
-        if replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
-            await self._quarantine(
-                replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.last_error}"
-            )
+        limits = self._limits
+        if replica.swap_failures >= limits.swap_attempts or replica.reach_failures >= limits.reach_attempts:
+            attempts = limits.swap_attempts if reached else limits.reach_attempts
+            await self._quarantine(replica, f"it failed {attempts} times; {replica.last_error}")
             return False
         attempts = replica.swap_failures + replica.reach_failures
-        await asyncio.sleep(BACKOFF.draw(attempts))
+        await asyncio.sleep(limits.backoff.draw(attempts))
         return True
 
     async def _quarantine(self, replica: ReplicaState, reason: str) -> None:

@@ -26,15 +26,14 @@ from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.change_signal import ChangeSignal
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
 from polyreme_trainer.weight_sync.part_source import PartSource
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, mapped_seconds
+from polyreme_trainer.weight_sync.push_limits import PushLimits
+from polyreme_trainer.weight_sync.replica_client import MakeClient
 from polyreme_trainer.weight_sync.replica_push import ReplicaPush
 from polyreme_trainer.weight_sync.replica_state import Commit, ReplicaState
 from polyreme_trainer.weight_sync.streams import Streams
 from polyreme_trainer.weight_sync.version import Version
 
-LEASE_CHECK_INTERVAL = 0.25
 CANCEL_RETRY_INTERVAL = 0.2
-STREAM_INTERRUPT_TIMEOUT = 1.0  # training waits this long for a slot before it interrupts streams
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +69,8 @@ class ReplicaSync:
         slots: of the arena.
         part_source: see `Streams`.
         settings: of the run.
+        limits: of pushes.
+        client: makes the client of a replica.
     """
 
     def __init__(
@@ -80,9 +81,12 @@ class ReplicaSync:
         slots: ArenaSlots,
         part_source: Callable[[int], PartSource],
         settings: SyncSettings,
+        limits: PushLimits,
+        client: MakeClient,
     ) -> None:
+        self._client = client
         self._run, self._experience, self._registry, self._arena = run, experience, Registry(run), arena
-        self._settings, self._hold = settings, settings.hold
+        self._settings, self._hold, self._limits = settings, settings.hold, limits
         self._slots = slots
         self._changes = ChangeSignal()
         self._newest: Version | None = None
@@ -90,7 +94,7 @@ class ReplicaSync:
         self.replicas: dict[str, ReplicaState] = {}
         self._stopping = False
         self._streams = Streams(
-            part_source, settings.relay_roots, slots, self._target, self._address, self._notice, self._changes.notify
+            part_source, settings.relay_roots, slots, self._target, self._address, self._notice, self._changes.notify, limits
         )
         self._push = ReplicaPush(
             experience,
@@ -101,6 +105,7 @@ class ReplicaSync:
             lambda: self._devices_train,
             self._notice,
             self._changes,
+            limits,
         )
 
     async def run(self) -> None:
@@ -119,7 +124,7 @@ class ReplicaSync:
                 await self._match({lease.id: lease for lease in leases})
                 self._check_usable()
                 await self._update_held_version()
-                await self._changes.wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
+                await self._changes.wait_until(lambda: self._stopping or self._failed() or None, self._limits.lease_check)
         finally:
             for replica in self.replicas.values():
                 await self._stop(replica)
@@ -166,13 +171,14 @@ class ReplicaSync:
 
         The deadline is `seconds` plus the longest time of staging the newest version.
         """
-        seconds += mapped_seconds(self._newest.nbytes) if self._newest else 0.0
-        slot = await self._changes.wait_until(self._slots.free, min(seconds, STREAM_INTERRUPT_TIMEOUT))
+        seconds += self._limits.memory_seconds(self._newest.nbytes) if self._newest else 0.0
+        first = min(seconds, self._limits.stream_interrupt)
+        slot = await self._changes.wait_until(self._slots.free, first)
         if slot is None:
             for name in self._slots.interruptible():
                 logger.info("interrupting the stream to replica %s: training needs its slot", name)
                 self.replicas[name].interrupt()
-            slot = await self._changes.wait_until(self._slots.free, max(0.0, seconds - STREAM_INTERRUPT_TIMEOUT))
+            slot = await self._changes.wait_until(self._slots.free, seconds - first)
         if slot is None:
             for name in self._slots.blocking_replicas():
                 self._slots.drop(name)
@@ -211,7 +217,7 @@ class ReplicaSync:
                 await self._forget(name, replica)
         for name, lease in leases.items():
             if name not in self.replicas:
-                replica = ReplicaState(lease, ReplicaClient(lease, self._arena, self._settings.security))
+                replica = ReplicaState(lease, self._client(lease, self._arena, self._settings.security, self._limits))
                 self.replicas[name] = replica
                 replica.task = asyncio.create_task(self._push.keep_current(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._changes.notify())

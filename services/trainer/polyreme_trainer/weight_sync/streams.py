@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.part_source import PartSource
 from polyreme_trainer.weight_sync.part_streams import NewTargetError, PartStreams
+from polyreme_trainer.weight_sync.push_limits import PushLimits
 from polyreme_trainer.weight_sync.relay_plan import RelayPlan
 from polyreme_trainer.weight_sync.replica_state import ReplicaState, Transfer, total
 from polyreme_trainer.weight_sync.version import Version
@@ -29,6 +30,7 @@ class Streams:
         address: of a live replica's gRPC server, by the replica's name; None when it has left.
         notice: reports to the run.
         changed: called when a slot may have become free.
+        limits: of pushes.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class Streams:
         address: Callable[[str], str | None],
         notice: Callable[[str], Awaitable[None]],
         changed: Callable[[], None],
+        limits: PushLimits,
     ) -> None:
         self._slots, self._target, self._changed = slots, target, changed
         self._make = lambda number: PartStreams(
-            number, part_source(number), RelayPlan(relay_roots), slots, target, address, notice
+            number, part_source(number), RelayPlan(relay_roots, limits.max_fetches), slots, target, address, notice
         )
         self._parts: list[PartStreams] = []
 

@@ -19,7 +19,7 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
 from polyreme.weights.arena import arena_path
 from polyreme_trainer.launch.leader_node import lead
-from polyreme_trainer.launch.rendezvous import _BACK_SECONDS, MachineError, Machines
+from polyreme_trainer.launch.rendezvous import TIMES, LaunchTimes, MachineError, Machines
 from polyreme_trainer.launch.worker_node import serve_launches
 from support.configs import run_config
 from support.processes import command_line
@@ -44,18 +44,19 @@ class World:
     url: str
     folder: Path
     stop: asyncio.Event
+    times: LaunchTimes = TIMES
 
     @staticmethod
     def agent(script: str) -> tuple[str, ...]:
         return ("-S", "-c", PRELUDE + script)
 
     async def lead(self, script: str) -> int:
-        return await lead(self.run, self.config, self.url, PLACE, self.folder, ("rank",), self.agent(script))
+        return await lead(self.run, self.config, self.url, PLACE, self.folder, ("rank",), self.agent(script), self.times)
 
     @asynccontextmanager
     async def following(self, node: int, script: str) -> AsyncIterator["asyncio.Task[None]"]:
         """Runs another machine until the block ends."""
-        work = serve_launches(self.run, self.config, self.url, node, self.stop, ("rank",), self.agent(script))
+        work = serve_launches(self.run, self.config, self.url, node, self.stop, ("rank",), self.agent(script), self.times)
         task = asyncio.create_task(work)
         try:
             yield task
@@ -124,11 +125,9 @@ async def test_all_machines_share_a_launch_and_then_the_next(world: Callable[[in
         await asyncio.wait_for(asyncio.gather(first, second), 300)
 
 
-async def test_what_another_machine_says_for_good_ends_the_launch(
-    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("polyreme_trainer.launch.leader_node._REPORT_SECONDS", 300.0)
+async def test_what_another_machine_says_for_good_ends_the_launch(world: Callable[[int], World]) -> None:
     here = world(2)
+    here.times = LaunchTimes(report=300.0)
     script = f"print('learner: error: the replica answers otherwise'); sys.exit({GateError.exit_code})"
     async with here.following(1, script):
         with pytest.raises(MachineError, match=r"the replica answers otherwise.*learner-node-1.log") as failed:
@@ -137,12 +136,9 @@ async def test_what_another_machine_says_for_good_ends_the_launch(
     assert not here.agents()
 
 
-async def test_the_end_of_a_machines_ranks_ends_all_others(
-    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("polyreme_trainer.launch.rendezvous._BACK_SECONDS", 0.3)
-    monkeypatch.setattr("polyreme_trainer.launch.leader_node._REPORT_SECONDS", 0.3)
+async def test_the_end_of_a_machines_ranks_ends_all_others(world: Callable[[int], World]) -> None:
     here = world(2)
+    here.times = LaunchTimes(back=0.3, report=0.3)
     async with here.following(1, FOREVER):
         assert await here.lead("sys.exit(3)") == 3
         await until(lambda: not here.agents())  # the follower detects the end of the launch
@@ -153,11 +149,12 @@ async def test_the_end_of_a_machines_ranks_ends_all_others(
         assert not here.agents()
 
 
-async def test_a_machine_that_is_gone_ends_the_launch(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.launch.rendezvous._BACK_SECONDS", 0.3)
-    monkeypatch.setattr("polyreme_trainer.launch.leader_node._REPORT_SECONDS", 0.2)
+async def test_a_machine_that_is_gone_ends_the_launch(world: Callable[[int], World]) -> None:
     here = world(2)
-    leading = asyncio.create_task(lead(here.run, here.config, here.url, "10.0.0.1:9", here.folder, (), here.agent(FOREVER)))
+    here.times = LaunchTimes(back=0.3, report=0.2)
+    leading = asyncio.create_task(
+        lead(here.run, here.config, here.url, "10.0.0.1:9", here.folder, (), here.agent(FOREVER), here.times)
+    )
     call = await the_call(here.run)
     await Registry(here.run).register(of(1, call.id, status=None, why=""), ttl=0.5)  # and never renewed
     await here.noted(1)
@@ -167,10 +164,10 @@ async def test_a_machine_that_is_gone_ends_the_launch(world: Callable[[int], Wor
 
 
 async def test_a_lease_that_comes_back_in_time_is_not_gone(world: Callable[[int], World]) -> None:
-    seen = Machines(world(2).run)
+    seen = Machines(world(2).run, LaunchTimes(back=0.0))
     assert not seen.is_lost("a", present=False)
     assert not seen.is_lost("a", present=True)
-    seen._missed["a"] = time.monotonic() - _BACK_SECONDS - 1
+    assert not seen.is_lost("a", present=False)
     assert seen.is_lost("a", present=False)
 
 
@@ -182,9 +179,9 @@ async def test_a_dead_machines_lease_is_not_asked_again(world: Callable[[int], W
     assert len(here.notes()) == 2
 
 
-async def test_missing_machines_are_reported_and_awaited(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.launch.leader_node._NOTICE_SECONDS", 1.0)
+async def test_missing_machines_are_reported_and_awaited(world: Callable[[int], World]) -> None:
     here = world(3)
+    here.times = LaunchTimes(notice=1.0)
     impatient = here.config.rollout.model_copy(update={"start_timeout": 2.0})
     here.config = here.config.model_copy(update={"rollout": impatient})
     async with here.following(1, WELL):
@@ -203,11 +200,11 @@ async def test_a_stop_ends_the_wait(world: Callable[[int], World]) -> None:
     assert await asyncio.wait_for(leading, 300) == 0
 
 
-async def test_another_file_system_or_model_is_an_error(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.launch.rendezvous._FILES_SECONDS", 0.1)
+async def test_another_file_system_or_model_is_an_error(world: Callable[[int], World]) -> None:
     here = world(2)
+    here.times = LaunchTimes(files=0.1)
     elsewhere = here.config.model_copy(update={"output_dir": here.folder / "elsewhere"})
-    following = asyncio.create_task(serve_launches(here.run, elsewhere, here.url, 1, here.stop, (), here.agent(WELL)))
+    following = asyncio.create_task(serve_launches(here.run, elsewhere, here.url, 1, here.stop, (), here.agent(WELL), here.times))
     with pytest.raises(MachineError, match=r"\.launch-learner-0-.*one file system") as failed:
         await here.lead(WELL)
     assert failed.value.exit_code == ConfigError.exit_code
@@ -288,12 +285,9 @@ time.sleep(600)
         await asyncio.gather(leading, return_exceptions=True)
 
 
-async def test_a_leader_whose_machines_follow_another_is_over(
-    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("polyreme_trainer.launch.rendezvous._BACK_SECONDS", 0.3)
-    monkeypatch.setattr("polyreme_trainer.launch.leader_node._REPORT_SECONDS", 0.2)
+async def test_a_leader_whose_machines_follow_another_is_over(world: Callable[[int], World]) -> None:
     here = world(2)
+    here.times = LaunchTimes(back=0.3, report=0.2)
     async with here.following(1, FOREVER):
         first = asyncio.create_task(here.lead(FOREVER))
         await here.noted(2)

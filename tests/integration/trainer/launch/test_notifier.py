@@ -16,7 +16,6 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.metric_records import MetricRecord, fields_of
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
-from polyreme_trainer.launch import notifier as module
 from polyreme_trainer.launch.notifier import QUEUE, Notifier
 from support.configs import run_config
 from support.record_lines import read_evaluation
@@ -65,11 +64,6 @@ def hook() -> Iterator[Hook]:
     thread.join()
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BACKOFF", Backoff(0.01, 0.02))
-
-
 @pytest.fixture
 def emitted() -> Records:
     return []
@@ -81,7 +75,7 @@ def notifier(folder: Path, emitted: Records, *receivers: WebhookConfig | Command
 
     config: RunConfig = run_config(folder, notices=list(receivers))
     config.run_dir.mkdir(parents=True)
-    found = Notifier(config, "run-1", emit)
+    found = Notifier(config, "run-1", emit, Backoff(0.01, 0.02))
     found.start()
     return found
 

@@ -35,7 +35,7 @@ WELL = RECORD + "step(1); step(2); step(3); done()"
 SILENT = RECORD + "step(1)"
 DRAINS = (
     RECORD
-    + "signal.signal(signal.SIGTERM, lambda *_: (record('saved', step=1, path='there'), sys.exit(0)))\nstep(1); time.sleep(600)"
+    + "signal.signal(signal.SIGTERM, lambda *_: (record('saved', step=1, path='there'), sys.exit(0)))\nstep(1)\nwhile True: time.sleep(0.02)"
 )
 EARLY = RECORD + "step(1); time.sleep(600)"
 DIES_ONCE = (

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from polyreme.rundir.progress import evaluation_of
+from polyreme.rundir.evaluations import evaluation_of
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
 from support.record_lines import read_evaluation

@@ -142,26 +142,30 @@ async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
     await asyncio.gather(*generating, return_exceptions=True)
 
 
-@asynccontextmanager
-async def eight_groups_for_version_1(world):
-    """Two replicas at version 0, the first of which begins to serve version 1, for which eight groups wait."""
-    endless = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
-    world.pool._capacity = 1000
-    replicas = await world.start(endless, endless)
-    generating = [asyncio.create_task(world.generate(count=12, min_version=1)) for _ in range(8)]
-    await until(lambda: world.pool.waiting == 8)
-    await world.learner.write(1)
-    await world.learner.push(replicas[0])
-    await world.pool.refresh()
-    yield replicas
-    for task in generating:
-        task.cancel()
-    await asyncio.gather(*generating, return_exceptions=True)
+@pytest.fixture
+async def eight_groups_for_version_1(redis, run_id, tmp_path):
+    """Starts two replicas at version 0, the first of which begins to serve version 1, for which eight groups wait."""
+
+    @asynccontextmanager
+    async def start(share_seconds):
+        endless = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
+        async with generation_world(redis, run_id, tmp_path, capacity=1000, share_seconds=share_seconds) as world:
+            replicas = await world.start(endless, endless)
+            generating = [asyncio.create_task(world.generate(count=12, min_version=1)) for _ in range(8)]
+            await until(lambda: world.pool.waiting == 8)
+            await world.learner.write(1)
+            await world.learner.push(replicas[0])
+            await world.pool.refresh()
+            yield world, *replicas
+            for task in generating:
+                task.cancel()
+            await asyncio.gather(*generating, return_exceptions=True)
+
+    return start
 
 
-async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(world, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.replicas.replica_pool.SHARE_SECONDS", 3600.0)
-    async with eight_groups_for_version_1(world) as (first, second):
+async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(eight_groups_for_version_1):
+    async with eight_groups_for_version_1(share_seconds=3600.0) as (world, first, second):
         await until(lambda: len(first.calls) == 4)
         assert world.pool.waiting == 4
         await world.learner.push(second)
@@ -170,9 +174,8 @@ async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(world,
         assert len(first.calls) == 4 and not world.pool.waiting
 
 
-async def test_a_share_is_kept_for_a_short_time_only(world, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.replicas.replica_pool.SHARE_SECONDS", 0.05)
-    async with eight_groups_for_version_1(world) as (first, _):
+async def test_a_share_is_kept_for_a_short_time_only(eight_groups_for_version_1):
+    async with eight_groups_for_version_1(share_seconds=0.05) as (_, first, _):
         await until(lambda: len(first.calls) == 8)
 
 

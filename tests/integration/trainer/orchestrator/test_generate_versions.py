@@ -7,7 +7,6 @@ import pytest
 from polyreme.experience.ledger import Writer
 from polyreme.weights.canary import Canary
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, SimulatedInferenceEngine
-from polyreme_rollout.weights import weight_swap
 from polyreme_trainer.orchestrator.generation.generate import generate
 from polyreme_trainer.weight_sync.replica_client import SwapError
 from support.generation_world import generation_world
@@ -75,9 +74,8 @@ async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
     assert all(one.finished for one in samples) and len(behind.calls) == 1 and len(other.calls) == 1
 
 
-async def test_a_call_for_a_staged_version_waits_at_the_replica_for_its_commit(world, monkeypatch):
-    monkeypatch.setattr(weight_swap, "COMMIT_WAIT", 300.0)
-    (replica,) = await world.start({})
+async def test_a_call_for_a_staged_version_waits_at_the_replica_for_its_commit(world):
+    (replica,) = await world.start({"commit_seconds": 300.0})
     await world.learner.write(1)
     await world.learner.stage(replica)
     await world.pool.refresh()
@@ -90,9 +88,8 @@ async def test_a_call_for_a_staged_version_waits_at_the_replica_for_its_commit(w
     assert len(replica.calls) == 1
 
 
-async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(world, monkeypatch):
-    monkeypatch.setattr(weight_swap, "COMMIT_WAIT", 0.0)
-    behind, other = await world.start({}, {})
+async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(world):
+    behind, other = await world.start({"commit_seconds": 0.0}, {})
     await world.learner.write(1)
     await world.learner.push(other)
     await world.learner.stage(behind)

@@ -147,7 +147,7 @@ async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
     async with world(slow, iterations=1) as w:
         working = asyncio.create_task(orchestrate(w.run))
         await until(lambda: len(w.replicas[0].calls) == 4)  # the replica has an event for its first call only
-        groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._make_group"]
+        groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "GroupTasks._make_group"]
         groups[0].cancel()  # a task group ignores it
         await asyncio.wait_for(asyncio.gather(working, w.train()), 300)
         assert (await w.log.audit()).clean

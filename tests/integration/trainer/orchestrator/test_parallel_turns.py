@@ -13,7 +13,7 @@ from polyreme_trainer.orchestrator.environment.episode_clock import EpisodeClock
 from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.sampler import ReplicaSampler
 from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from support.episode_world import WIDE, episode_world
 
@@ -23,7 +23,7 @@ AT_ONCE = {2: (MORE, 1), 3: (MORE, 1), 4: (WHY, 1), 5: (OTHER, 0)}
 
 
 @dataclass(frozen=True)
-class Held(Sampler):
+class Held(ReplicaSampler):
     """Ends the turns of an episode that have these numbers in this order."""
 
     order: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ async def test_turns_at_once_share_the_token_budget(redis, run_id, tmp_path, mea
             granting.cancel()
     assert [len(sample) for sample in group.samples] == [length] * 6
     told = budget.take()
-    assert told["rollout/parts_beyond_budget"] == beyond and told["rollout/paused_samples"] >= 3
+    assert told["rollout/parts_beyond_budget"] == (beyond, 0) and told["rollout/paused_samples"][0] >= 3
 
 
 async def test_the_clock_stands_while_any_turn_waits():

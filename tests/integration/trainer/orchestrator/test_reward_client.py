@@ -195,10 +195,9 @@ async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start)
         await rewards.close()
 
 
-async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.scoring.reward_client.RETRY_BACKOFF", Backoff(first=600.0, longest=600.0))
+async def test_an_outage_is_over_when_a_server_is_there(start):
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards = RewardClient(run, config, spelled)
+    rewards = RewardClient(run, config, spelled, backoff=Backoff(first=600.0, longest=600.0))
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))
     await until(lambda: rewards.paused)
     async with serve(config, run=run):

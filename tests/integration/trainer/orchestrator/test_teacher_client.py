@@ -23,11 +23,6 @@ from support.tiny_tokenizer import model_files
 MODELS = {"data": [{"id": "big", "max_model_len": 300}]}
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.orchestrator.scoring.teacher_client.RETRY_BACKOFF", Backoff(first=0.01, longest=0.05))
-
-
 @pytest.fixture
 async def run(redis, run_id, tmp_path):
     return await make_run(redis, run_id, config_tree(tmp_path, ROWS))
@@ -61,7 +56,8 @@ class Teacher:
 
 def client(run: Any, *servers: RawServer, **fields: Any) -> TeacherClient:
     urls = [f"{server.url}v1" for server in servers]
-    return TeacherClient(run, TeacherConfig.model_validate({"url": urls, "outage_timeout": 600.0, **fields}))
+    config = TeacherConfig.model_validate({"url": urls, "outage_timeout": 600.0, **fields})
+    return TeacherClient(run, config, Backoff(first=0.01, longest=0.05))
 
 
 async def test_each_response_has_the_numbers_of_its_tokens(run) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from polyreme.cli.commands.doctor_report import LINES_OF_A_LOG, report_text
+from polyreme.cli.commands.doctor import LINES_OF_A_LOG, report_text
 
 SECRETS = ("correct-horse", "redis-password", "T000/B000/hook", "user:pass")
 

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,6 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from polyreme.cli.commands import init
 from polyreme.cli.main import build_app
 from polyreme.cli.new_run import sample_environment
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, find_columns, write_new_run
@@ -246,35 +248,36 @@ def test_without_a_terminal_nothing_is_asked_and_columns_are_found(tmp_path: Pat
     assert isinstance(refused.exception, ConfigError)
 
 
-def test_on_a_terminal_five_questions_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def typed(folder: Path, *answers: str) -> str:
+    """The output of `polyreme init folder`, whose questions a person at a terminal answers, one line each."""
+    ours, theirs = os.openpty()
+    with open(ours, "wb", buffering=0) as keyboard, open(theirs, "rb") as terminal:
+        command = [sys.executable, "-m", "polyreme", "init", str(folder)]
+        process = subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        keyboard.write("".join(f"{answer}\n" for answer in answers).encode())
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
 
-    def answer(question: str, default: str) -> str:
-        asked.append(question)
-        return {"Name of the run": "sums", "Reward": "numeric"}.get(question.partition(":")[0], default)
 
-    monkeypatch.setattr("polyreme.cli.commands.init._is_terminal", lambda: True)
-    monkeypatch.setattr("typer.prompt", answer)
-    assert CliRunner().invoke(build_app(["init"]), ["init", str(tmp_path / "new")]).exit_code == 0
-    assert len(asked) == 5
+def test_on_a_terminal_five_questions_are_asked(tmp_path: Path) -> None:
+    output = typed(tmp_path / "new", "sums", "", "", "numeric", "")  # those that are empty stand for the default
+    questions = ("Name of the run", "Model: ", "Data: ", "Reward: ", "Device: ")
+    assert [output.count(question) for question in questions] == [1] * 5
     config = load_config(tmp_path / "new" / "run.yaml")
     assert config.name == "sums"
     assert config.reward is not None and config.reward.rewards[0].name == "numeric"
     assert json.loads((tmp_path / "new" / "train.jsonl").read_text().splitlines()[0])["answer"].isdigit()
 
 
-def test_an_answer_that_does_not_fit_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_does_not_fit_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_files(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    answers = iter(["My Run", "mine", "/nowhere", "~/own-model", "nowhere.csv", "~/own.jsonl", "best", "exact", "tpu", "cpu"])
-    monkeypatch.setattr("polyreme.cli.commands.init._is_terminal", lambda: True)
-    monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
-    init.init(tmp_path / "new")
+    answers = ["My Run", "mine", "/nowhere", "~/own-model", "nowhere.csv", "~/own.jsonl", "best", "exact", "tpu", "cpu"]
+    output = typed(tmp_path / "new", *answers)
     config = load_config(tmp_path / "new" / "run.yaml")
     assert (config.name, config.model.path, config.data.train) == ("mine", tmp_path / "own-model", tmp_path / "own.jsonl")
-    assert not list(answers) and capsys.readouterr().out.count("expected") == 5
+    assert output.count("expected") == 5
 
 
 def play(path: Path, answer: str, *guesses: str) -> list[tuple[str, float, bool]]:

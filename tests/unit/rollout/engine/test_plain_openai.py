@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from polyreme_rollout.engine.plain_openai import make_openai_app
-from polyreme_rollout.testing.simulated_engine import WEIGHT_NAMES, Lengths, SimulatedInferenceEngine
-from polyreme_rollout.testing.simulated_openai import DecimalCodec
+from polyreme_rollout.testing.simulated_engine import WEIGHT_NAMES, DecimalCodec, Lengths, SimulatedInferenceEngine
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from polyreme_rollout.engine.vllm_environment import PASSED, engine_environment, foreign
+from polyreme.errors import ConfigError
+from polyreme_rollout.engine.vllm_environment import PASSED, check_sleep, engine_environment, foreign
 from support.configs import run_config
 
 LINKS = {
@@ -38,3 +39,22 @@ def test_what_the_user_names_is_passed_and_ours_goes_first(tmp_path: Path) -> No
     found = engine_environment(run_config(tmp_path), environ, "::1", "lo0")
     names = ("VLLM_ATTENTION_BACKEND", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP", "GLOO_SOCKET_IFNAME")
     assert [found[name] for name in names] == ["FLASHINFER", "DEBUG", "1", "::1", "lo0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: true"),
+        ("PYTORCH_NPU_ALLOC_CONF", "page_size:1g,expandable_segments:True"),
+    ],
+)
+def test_what_sleep_does_not_support_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_sleep({name: value})
+    assert raised.value.found == f"{name}={value}"
+
+
+def test_other_settings_do_not_matter() -> None:
+    check_sleep({})
+    check_sleep({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64"})

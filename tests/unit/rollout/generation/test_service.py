@@ -1,8 +1,9 @@
-"""Sequences that wait in the engine while the policy changes."""
+"""Sequences that wait in the engine while the policy changes, of calls of their own and of calls on one stream."""
 
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -54,10 +55,47 @@ class BusyEngine(SimulatedInferenceEngine):
         return await super().load(sources)
 
 
-class Replica:
-    """A service on a busy engine."""
+class Stream:
+    """A stream of calls to a service."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, service: RolloutService) -> None:
+        self._messages: asyncio.Queue[pb.GenerateManyRequest | None] = asyncio.Queue()
+        self.responses = service.GenerateMany(self._requests(), CONTEXT)
+
+    async def _requests(self) -> AsyncIterator[pb.GenerateManyRequest]:
+        while (message := await self._messages.get()) is not None:
+            yield message
+
+    def send(self, **fields: Any) -> None:
+        self._messages.put_nowait(pb.GenerateManyRequest(**fields))
+
+    def begin(self, *numbers: int, **fields: Any) -> None:
+        self.send(begin=[pb.NumberedRequest(number=number, request=asked(**fields)) for number in numbers])
+
+    def has_sent(self) -> bool:
+        return self._messages.empty()
+
+    def close(self) -> None:
+        self._messages.put_nowait(None)
+
+    async def statuses(self) -> dict[int, tuple[int, str]]:
+        """Of each call, at the end of the stream."""
+        answers = [answer async for message in self.responses for answer in message.answers]
+        return {answer.number: (answer.status.code, answer.status.details) for answer in answers if answer.HasField("status")}
+
+
+def asked(max_new: int = 20, **fields: Any) -> pb.GenerateRequest:
+    slot = pb.Slot(index=0, max_new=max_new, seed=1)
+    sampling = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
+    wanted = {"run_id": "run", "request_id": "r", "prompt_ids": pack_ids([3, 4]), "slots": [slot], "sampling": sampling}
+    return pb.GenerateRequest(**{**wanted, **fields})
+
+
+class Replica:
+    """A service on a busy engine. `is_stream`: whether its calls are on a stream."""
+
+    def __init__(self, learner: Learner, is_stream: bool) -> None:
+        self.is_stream = is_stream
         metrics = ReplicaMetrics()
         self.engine, self.running, self._learner = BusyEngine(), RunningSequences(metrics), learner
         policy = self.running.change_policy, self.running.lose_policy
@@ -74,20 +112,24 @@ class Replica:
         await self.swapper.commit("run", VersionId(1, version))
 
     async def answer(self, max_new: int = 20, **versions: int) -> list[pb.GenerateResponse]:
-        slot = pb.Slot(index=0, max_new=max_new, seed=1)
-        sampling = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
-        request = pb.GenerateRequest(
-            run_id="run", request_id="r", prompt_ids=pack_ids([3, 4]), slots=[slot], sampling=sampling, **versions
-        )
-        context: Any = Context()
-        return [response async for response in self.service.Generate(request, context)]
+        if not self.is_stream:
+            return [response async for response in self.service.Generate(asked(max_new, **versions), CONTEXT)]
+        stream = Stream(self.service)
+        stream.begin(1, max_new=max_new, **versions)
+        stream.close()
+        async with aclosing(stream.responses):
+            answers = [answer async for message in stream.responses for answer in message.answers]
+        assert answers[-1].HasField("status")
+        if status := answers[-1].status.code:
+            raise Refused(next(code.name for code in grpc.StatusCode if code.value[0] == status), answers[-1].status.details)
+        return [answer.response for answer in answers if answer.HasField("response")]
 
 
-@pytest_asyncio.fixture
-async def replica() -> AsyncIterator[Replica]:
+@pytest_asyncio.fixture(params=["call", "stream"])
+async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
     """A replica that serves version 1."""
     arena = Arena.create(f"test-{uuid.uuid4().hex[:12]}", LAYOUT.nbytes)
-    replica = Replica(Learner("run", LAYOUT, arena))
+    replica = Replica(Learner("run", LAYOUT, arena), request.param == "stream")
     await replica.serve(1)
     yield replica
     replica.engine.close()
@@ -101,6 +143,9 @@ class Refused(Exception):
 class Context:
     async def abort(self, code: grpc.StatusCode, text: str) -> None:
         raise Refused(code.name, text)
+
+
+CONTEXT: Any = Context()
 
 
 async def test_a_sequence_without_a_token_starts_anew_on_the_new_version(replica: Replica) -> None:
@@ -203,3 +248,73 @@ async def test_tokens_that_gather_are_one_chunk_of_their_sequence(replica: Repli
     [chunk] = response.chunks
     assert (len(chunk.token_ids), len(chunk.logprobs), chunk.oldest_version) == (240, 240, 1)
     assert [(end.slot, [(span.start, span.end) for span in end.spans]) for end in response.ends] == [(0, [(0, 60)])]
+
+
+@pytest.fixture
+def stream(replica: Replica) -> Stream:
+    return Stream(replica.service)
+
+
+on_a_stream = pytest.mark.parametrize("replica", ["stream"], indirect=True)
+
+
+@on_a_stream
+async def test_each_call_of_a_stream_has_its_own_end(replica: Replica, stream: Stream) -> None:
+    replica.engine.has_place.set()
+    stream.begin(1)
+    stream.begin(2, prompt_ids=pack_ids([100]))
+    stream.begin(3, min_version=2)
+    stream.begin(4)
+    stream.close()
+    statuses = await asyncio.wait_for(stream.statuses(), 300)
+    assert [(number, code) for number, (code, _) in sorted(statuses.items())] == [(1, 0), (2, 3), (3, 9), (4, 0)]
+    assert "vocabulary" in statuses[2][1] and "found version 1" in statuses[3][1]
+
+
+@on_a_stream
+async def test_a_call_of_a_stream_is_cancelled_alone(replica: Replica, stream: Stream) -> None:
+    ending = asyncio.create_task(stream.statuses())
+    stream.begin(1, 2, 3)
+    await until(lambda: len(replica.running) == 3)
+    stream.send(cancel=[2, 7])
+    await until(lambda: len(replica.running) == 2)
+    replica.engine.has_place.set()
+    stream.close()
+    assert await asyncio.wait_for(ending, 300) == {1: (0, ""), 3: (0, "")}
+
+
+@on_a_stream
+async def test_a_stream_has_a_bound_of_calls(replica: Replica, stream: Stream) -> None:
+    ending = asyncio.create_task(stream.statuses())
+    stream.begin(*range(1, 10), min_version=1)
+    await until(lambda: len(replica.running) == 8)
+    replica.engine.has_place.set()
+    stream.close()
+    statuses = await asyncio.wait_for(ending, 300)
+    assert {number for number, (code, _) in statuses.items() if code} == {9}
+    assert statuses[9] == (8, "expected at most 8 calls on a stream; found more")
+
+
+@on_a_stream
+async def test_a_number_that_is_taken_ends_a_stream(replica: Replica, stream: Stream) -> None:
+    ending = asyncio.create_task(stream.statuses())
+    stream.begin(1, 1)
+    with pytest.raises(Refused, match="expected a number above 1; found 1") as refused:
+        await asyncio.wait_for(ending, 300)
+    assert refused.value.args[0] == "INVALID_ARGUMENT"
+    await stream.responses.aclose()
+    await asyncio.wait_for(replica.running.drained(), 60)
+
+
+@on_a_stream
+async def test_a_stream_ends_with_its_last_call_when_the_replica_drains(replica: Replica, stream: Stream) -> None:
+    ending = asyncio.create_task(stream.statuses())
+    stream.begin(1)
+    await until(lambda: len(replica.running) == 1)
+    replica.service.drain()
+    stream.begin(2)
+    await until(stream.has_sent)
+    replica.engine.has_place.set()
+    statuses = await asyncio.wait_for(ending, 300)
+    assert statuses == {1: (0, ""), 2: (14, "this replica is draining: use another one")}
+    assert await asyncio.wait_for(Stream(replica.service).statuses(), 300) == {}

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from polyreme.errors import DataError
-from polyreme_rollout.http.chat_requests import ChatRequests, rewritten
+from polyreme_rollout.http.http_app import ChatRequests, rewritten
 
 PATH = "/v1/chat/completions"
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyreme.rundir.reader import RunReader
-from polyreme.rundir.reader.axes import AXES, SAMPLES, SECONDS, TOKENS, Points, positions
+from polyreme.rundir.reader.series import AXES, SAMPLES, SECONDS, TOKENS, Points, positions
 from support.seeded_run import GROUPS, record_run
 from support.seeded_run import SAMPLES as GROUP_SIZE
 from support.seeded_run import SECONDS as ITERATION_SECONDS

@@ -197,22 +197,20 @@ def test_a_sample_file_that_has_changed_is_refused_by_name(run_dir: Path, reader
     assert reader.refresh() and reader.sample("7.1") is not None
 
 
-def test_a_transaction_takes_few_sample_files(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme.rundir.reader.index._BYTES_AT_ONCE", 1)
+def test_a_transaction_takes_few_sample_files(run_dir: Path) -> None:
     steps: list[int] = []
-    index = Index(run_dir, run_dir / INDEX)
+    index = Index(run_dir, run_dir / INDEX, bytes_at_once=1)
     assert index.update(RUN, steps.append)
     assert len(steps) == 5 and sum(steps) == (run_dir / "metrics.jsonl").stat().st_size  # four files and the alarm
     assert RunReader(run_dir).contents().samples == 13
 
 
-def test_a_locked_index_is_no_damaged_one(run_dir: Path, reader: RunReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme.rundir.reader.index._BUSY_SECONDS", 0.01)
+def test_a_locked_index_is_no_damaged_one(run_dir: Path, reader: RunReader) -> None:
     write(run_dir, [{"kind": "alarm", "text": "later"}])
     with closing(sqlite3.connect(run_dir / INDEX, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(UnavailableError) as raised:
-            reader.refresh()
+            Index(run_dir, run_dir / INDEX, busy_seconds=0.01).update(RUN)
     assert "elete" not in raised.value.do
     assert reader.refresh()
 

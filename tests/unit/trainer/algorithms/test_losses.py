@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -55,14 +56,19 @@ def reinforce(p: float, f: float, a: float) -> float:
     return -a * p
 
 
-OURS: dict[str, tuple[Callable[[float, float, float], float], Callable[[Tensor, Tensor, Tensor], TokenLoss]]] = {
-    "ppo": (ppo, lambda new, old, a: losses.clip(new - old, a, LOW, HIGH)),
-    "dual clip": (dual_clip, lambda new, old, a: losses.clip(new - old, a, LOW, HIGH, DUAL)),
-    "cispo": (cispo, lambda new, old, a: losses.cispo(new - old, new, a, LOW, HIGH)),
-    "sapo": (sapo, lambda new, old, a: losses.sapo(new - old, a, 1.0, 1.05)),
-    "tv mask": (tv_mask, lambda new, old, a: losses.tv_mask(new, old, a, LOW, HIGH, CAP)),
-    "policy gradient": (reinforce, lambda new, old, a: losses.policy_gradient(new, a)),
+OURS: dict[str, tuple[Callable[[float, float, float], float], Callable[[LossInputs, Tensor], TokenLoss]]] = {
+    "ppo": (ppo, partial(losses.clip, low=LOW, high=HIGH)),
+    "dual clip": (dual_clip, partial(losses.clip, low=LOW, high=HIGH, dual=DUAL)),
+    "cispo": (cispo, partial(losses.cispo, low=LOW, high=HIGH)),
+    "sapo": (sapo, partial(losses.sapo, tau_positive=1.0, tau_negative=1.05)),
+    "tv mask": (tv_mask, partial(losses.tv_mask, low=LOW, high=HIGH, cap=CAP)),
+    "policy gradient": (reinforce, losses.policy_gradient),
 }
+
+
+def tokens(new: Tensor, a: Tensor) -> LossInputs:
+    """Tokens of as many sequences with these log-probabilities and advantages."""
+    return loss_inputs(0, [1] * len(new), logprobs=new, advantages=a)
 
 
 def slope(formula: Callable[[float, float, float], float], p: float, a: float) -> float:
@@ -77,7 +83,7 @@ def test_token_losses_and_their_gradients(name: str, dtype: torch.dtype) -> None
     cases = [(OLD + math.log(r), a) for r in RATIOS for a in (1.5, -0.7, 0.0)]
     new = torch.tensor([p for p, _ in cases], dtype=dtype, requires_grad=True)
     old, a = torch.full_like(new, OLD).detach(), torch.tensor([a for _, a in cases], dtype=dtype)
-    found = loss(new, old, a).loss
+    found = loss(tokens(new, a), old).loss
     (gradient,) = torch.autograd.grad(found.sum(), new)
     rtol = 1e-9 if dtype is torch.float64 else 2e-5
     np.testing.assert_allclose(found.detach(), [formula(p, p, a) for p, a in cases], rtol=rtol, atol=1e-6)
@@ -101,7 +107,8 @@ def test_the_clip_acts_on_the_right_side(
     ratio: float, advantage: float, loss: float, slope: float, clipped: bool, dual: bool
 ) -> None:
     log_ratio = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    found = losses.clip(log_ratio, torch.tensor([advantage], dtype=torch.float64), LOW, HIGH, DUAL)
+    inputs = tokens(log_ratio, torch.tensor([advantage], dtype=torch.float64))
+    found = losses.clip(inputs, torch.zeros_like(log_ratio), LOW, HIGH, DUAL)
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_ratio)
     assert [found.loss.item(), gradient.item()] == pytest.approx([loss, slope])
     assert (found.flags["clip_fraction"].item(), found.flags["dual_clip_fraction"].item()) == (clipped, dual)
@@ -109,12 +116,13 @@ def test_the_clip_acts_on_the_right_side(
 
 def test_flags_of_the_other_losses() -> None:
     ratio, a = torch.tensor([0.5, 1.0, 2.0, 0.5, 2.0, 2.0]).log(), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.0])
-    flags = losses.cispo(ratio, ratio, a, LOW, HIGH).flags["clip_fraction"]
+    inputs, anchor = tokens(ratio, a), torch.zeros_like(ratio)
+    flags = losses.cispo(inputs, anchor, LOW, HIGH).flags["clip_fraction"]
     assert flags.tolist() == [True, False, True, True, True, False]
     probability, sampled = torch.tensor([0.9, 0.9, 0.1, 0.1, 0.5]).log(), torch.tensor([0.5] * 5).log()
-    masked = losses.tv_mask(probability, sampled, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), LOW, HIGH, CAP)
+    masked = losses.tv_mask(tokens(probability, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])), sampled, LOW, HIGH, CAP)
     assert masked.flags["clip_fraction"].tolist() == [True, False, False, True, False]
-    assert losses.sapo(ratio, a, 1.0, 1.05).flags == losses.policy_gradient(ratio, a).flags == {}
+    assert losses.sapo(inputs, anchor, 1.0, 1.05).flags == losses.policy_gradient(inputs, anchor).flags == {}
 
 
 SIZES = [3, 1, 5, 2]
@@ -163,11 +171,10 @@ def test_sequence_losses_at_one_ratio(name: str, ratio: float, sign: float) -> N
 
 def check_sequence_loss(name: str, inputs: LossInputs) -> None:
     """Value and gradient against the loops and their central differences."""
-    log_ratio = inputs.logprobs - inputs.old
     if name == "gspo":
-        naive, found = naive_gspo, losses.clip(losses.sequence_log_ratio(log_ratio, inputs), inputs.advantages, 0.1, 0.15)
+        naive, found = naive_gspo, losses.clip(inputs, inputs.old, 0.1, 0.15, ratio="sequence")
     else:
-        naive, found = naive_gmpo, losses.geometric_mean(log_ratio, inputs, 0.3, 0.4)
+        naive, found = naive_gmpo, losses.geometric_mean(inputs, inputs.old, 0.3, 0.4)
     weight = torch.tensor([1 / (len(SIZES) * SIZES[i]) for i in inputs.sequence], dtype=torch.float64)
     total = (weight * found.loss).sum()
     (gradient,) = torch.autograd.grad(total, inputs.logprobs)
@@ -183,10 +190,9 @@ def test_at_ratio_one_all_losses_have_the_same_gradient() -> None:
     inputs = loss_inputs(0, SIZES)
     new, a = inputs.logprobs, inputs.advantages
     old = new.detach()
-    log_ratio = new - old
-    found = {name: loss(new, old, a) for name, (_, loss) in OURS.items()}
-    found["gspo"] = losses.clip(losses.sequence_log_ratio(log_ratio, inputs), a, 3e-4, 4e-4)
-    found["gmpo"] = losses.geometric_mean(log_ratio, inputs, 0.4, 0.4)
+    found = {name: loss(inputs, old) for name, (_, loss) in OURS.items()}
+    found["gspo"] = losses.clip(inputs, old, 3e-4, 4e-4, ratio="sequence")
+    found["gmpo"] = losses.geometric_mean(inputs, old, 0.4, 0.4)
     weight = torch.tensor([1 / (len(SIZES) * SIZES[i]) for i in inputs.sequence], dtype=torch.float64)
     for name, loss in found.items():
         (gradient,) = torch.autograd.grad((weight * loss.loss).sum(), new, retain_graph=True)
@@ -194,16 +200,16 @@ def test_at_ratio_one_all_losses_have_the_same_gradient() -> None:
 
 
 @pytest.mark.parametrize("loss", [loss for _, loss in OURS.values()], ids=OURS)
-def test_no_advantage_no_gradient(loss: Callable[[Tensor, Tensor, Tensor], TokenLoss]) -> None:
+def test_no_advantage_no_gradient(loss: Callable[[LossInputs, Tensor], TokenLoss]) -> None:
     new = torch.tensor([-0.1, -2.0, -30.0], requires_grad=True)
-    (gradient,) = torch.autograd.grad(loss(new, torch.tensor([-3.0, -2.0, -1.0]), torch.zeros(3)).loss.sum(), new)
+    (gradient,) = torch.autograd.grad(loss(tokens(new, torch.zeros(3)), torch.tensor([-3.0, -2.0, -1.0])).loss.sum(), new)
     assert (gradient == 0).all()
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_far_off_ratios_stay_finite(name: str) -> None:
     new = torch.tensor([500.0, -500.0, 500.0, -500.0], requires_grad=True)
-    loss = OURS[name][1](new, torch.zeros(4), torch.tensor([-1.0, 1.0, 1.0, -1.0])).loss
+    loss = OURS[name][1](tokens(new, torch.tensor([-1.0, 1.0, 1.0, -1.0])), torch.zeros(4)).loss
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
 

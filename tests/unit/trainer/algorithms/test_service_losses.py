@@ -13,7 +13,7 @@ from polyreme_trainer.service.losses import SPECS
 LOW, HIGH, BETA = 0.7, 1.4, 0.3
 OPTIONS = {
     **{"clip_low_threshold": LOW, "clip_high_threshold": HIGH, "beta": BETA, "low": 0.3, "high": 0.2, "dual": 1.5, "cap": 2.0},
-    **{"tau_positive": 1.0, "tau_negative": 1.5, "label_smoothing": 0.1, "gamma": 0.5},
+    **{"tau_positive": 1.0, "tau_negative": 1.5, "label_smoothing": 0.1, "gamma": 0.5, "value_clip": 0.5},
 }
 SEQUENCES = torch.arange(4).repeat_interleave(16)
 
@@ -46,6 +46,8 @@ def token(name: str, p: Tensor, q: Tensor, a: Tensor) -> Tensor:
         rise = float(torch.exp(p.detach()) - torch.exp(q))
         masked = rise > OPTIONS["high"] if a > 0 else -rise > OPTIONS["low"]
         return p * 0 if masked else -min(float(r.detach()), OPTIONS["cap"]) * a * p
+    if name == "value":
+        return (a != 0) * max((p - a) ** 2, (min(max(p, q - 0.5), q + 0.5) - a) ** 2) / 2
     assert name == "dro"
     return -(a * p - BETA / 2 * (p - q) ** 2)
 
@@ -95,6 +97,7 @@ def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
     spec, p, wanted = SPECS[name], given.clone().requires_grad_(), given.clone().requires_grad_()
     a = a.abs() if spec.together == 2 else a
     inputs = {"weights": a, "logprobs": q, "advantages": a, "mask": (a != 0).double(), "reference_logprobs": q}
+    inputs |= {"returns": a, "values": q}
     named, chosen = {each: inputs[each] for each in spec.inputs}, {each: OPTIONS[each] for each in spec.options}
     total, expected = LOSSES[name](p, named, chosen, SEQUENCES).sum(), plain(name, wanted, q, a)
     total.backward()

@@ -135,6 +135,17 @@ def test_the_runs_system_message_begins_a_conversation() -> None:
     assert text_of(template, Tail(template).begin(QUESTION)).startswith("<|im_start|>system\nbe brief<|im_end|>")
 
 
+def test_the_newest_prompts_are_kept_for_the_episodes_of_a_task() -> None:
+    _, tail = of("qwen3")
+    first = tail.begin(QUESTION)
+    assert tail.begin([{**each} for each in QUESTION]) is first and not first.flags.writeable
+    assert len(tail.begin(QUESTION, TOOLS)) > len(first)
+    for number in range(300):
+        tail.begin([{"role": "user", "content": str(number)}])
+    again = tail.begin(QUESTION)
+    assert again is not first and np.array_equal(again, first), "others have taken its place"
+
+
 def test_what_cannot_be_continued_is_refused() -> None:
     _, tail = of("mistral")
     exact = tail.begin(QUESTION)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from polyreme.config.recipes.presets import PRESETS, resolve
 from polyreme.experience.record_checks import check_group
+from polyreme.experience.record_codec import TrainedSamples
 from polyreme.experience.records import GroupRecord
-from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.metrics import combine, finish

@@ -10,9 +10,8 @@ from polyreme_trainer.megatron.huggingface.families import read_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from polyreme_trainer.megatron.huggingface.hf_mapping import hf_shapes, rank_slices
-from polyreme_trainer.megatron.versions.version_parts import plan_parts
-from polyreme_trainer.memory.machines import written_parameters
-from polyreme_trainer.memory.sharding import shardings
+from polyreme_trainer.megatron.versions.version_writer import plan_parts
+from polyreme_trainer.memory.sharding import shardings, written_parameters
 from support.published import CONFIGS
 
 

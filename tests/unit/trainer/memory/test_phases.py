@@ -4,7 +4,7 @@ import pytest
 
 from polyreme.config.trainer import OffloadConfig
 from polyreme_trainer.megatron.offload import PART_BYTES
-from polyreme_trainer.memory.phases import resting, training_phase
+from polyreme_trainer.memory.estimate import on_device, resting, step_term
 from polyreme_trainer.memory.state import Addend, ModelState
 
 GIB = 2**30
@@ -30,18 +30,16 @@ def names(terms: list[Addend]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("offload", "device", "host"),
+    ("offload", "device"),
     [
-        ({}, [*MODELS, "actor gradients", "critic gradients", *OPTIMIZERS], []),
-        ({"optimizer": True}, [*MODELS, "critic gradients"], OPTIMIZERS),
-        ({"idle_models": True}, ["critic weights", "critic gradients", *OPTIMIZERS], [MODELS[0], MODELS[2]]),
-        ({"optimizer": True, "idle_models": True}, ["critic weights", "critic gradients"], [MODELS[0], MODELS[2], *OPTIMIZERS]),
+        ({}, [*MODELS, "actor gradients", "critic gradients", *OPTIMIZERS]),
+        ({"optimizer": True}, [*MODELS, "critic gradients"]),
+        ({"idle_models": True}, ["critic weights", "critic gradients", *OPTIMIZERS]),
+        ({"optimizer": True, "idle_models": True}, ["critic weights", "critic gradients"]),
     ],
 )
-def test_the_state_while_the_critic_trains(offload: dict[str, bool], device: list[str], host: list[str]) -> None:
-    phase = training_phase(EVERY, CRITIC, OffloadConfig(**offload))
-    assert (names(phase.device), names(phase.host)) == (sorted(device), sorted(host))
-    assert bool(phase.step) == ("optimizer" in offload)
+def test_the_state_while_the_critic_trains(offload: dict[str, bool], device: list[str]) -> None:
+    assert names(on_device(EVERY, [CRITIC], CRITIC, OffloadConfig(**offload))) == sorted(device)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +48,7 @@ def test_the_state_while_the_critic_trains(offload: dict[str, bool], device: lis
     ids=["parts", "less than a part", "one parameter"],
 )
 def test_a_step_brings_a_part_or_the_largest_parameter(working: ModelState, part: int) -> None:
-    (term,) = training_phase([working], working, OffloadConfig(optimizer=True)).step
-    assert term.nbytes == part
+    assert step_term(working).nbytes == part
 
 
 def test_every_model_rests_while_they_change_places() -> None:

@@ -12,7 +12,7 @@ from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 from polyreme_trainer.megatron.huggingface.lora_mapping import adapter_architecture
 from polyreme_trainer.memory.sharding import Sharding, shardings
-from polyreme_trainer.memory.state import Model, expert_parameters, rank_parameters, state_of
+from polyreme_trainer.memory.state import Addend, Model, expert_parameters, rank_parameters, state_of
 from support.configs import GLM4_MOE
 from support.published import CONFIGS, PARAMETERS
 
@@ -21,8 +21,13 @@ def architecture(name: str) -> Architecture:
     return read_architecture(HfConfig(CONFIGS[name], name))
 
 
+def terms_of(model: Model, sharding: Sharding) -> list[Addend]:
+    state = state_of(model, sharding)
+    return [*state.weights, *state.gradients, *state.optimizer]
+
+
 def total(model: Model, sharding: Sharding) -> int:
-    return sum(term.nbytes for term in state_of(model, sharding).terms)
+    return sum(term.nbytes for term in terms_of(model, sharding))
 
 
 @pytest.mark.parametrize(
@@ -100,9 +105,7 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
 def test_the_table_in_the_guide_to_layouts(expert: int, weights: float, gradients: float, optimizer: float) -> None:
     arch = architecture("Qwen3-235B-A22B")
     sharding, _ = shardings(arch, ParallelConfig(tensor=4, pipeline=2, data=16, expert=expert))
-    first, second, *rest = (
-        term.nbytes / 2**30 for term in state_of(Model("actor", arch, "bfloat16", trained=True), sharding).terms
-    )
+    first, second, *rest = (term.nbytes / 2**30 for term in terms_of(Model("actor", arch, "bfloat16", trained=True), sharding))
     assert (first, second, sum(rest)) == pytest.approx((weights, gradients, optimizer), abs=0.05)
     experts = expert_parameters(arch, Sharding())
     assert round(experts / arch.parameters, 2) == 0.97

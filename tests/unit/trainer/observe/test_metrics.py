@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from metric_rows import find
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, OUTCOME_STOP, OUTCOME_TURNS
 from polyreme.experience.metric_records import fields_of
@@ -15,7 +16,6 @@ from polyreme.experience.record_checks import check_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardPart, SampleRecord, Turn
 from polyreme_trainer.learner.leader import join, split
 from polyreme_trainer.observe.metrics import iteration_record, observe
-from polyreme_trainer.observe.registry import find
 from support.configs import run_config
 
 TRAINED = {"off_policy_kl": 1e-3, "mismatch_kl": 1e-9, "trained_samples": 2, "actor/lr": 1e-4}

@@ -16,10 +16,9 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.config.run import RunConfig
 from polyreme.errors import DataError, StoreError
 from polyreme.experience.record_checks import check_group
-from polyreme.experience.record_codec import decode_group, encode_group
+from polyreme.experience.record_codec import TrainedSamples, decode_group, encode_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
-from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.reader.scalars import scalars
 from polyreme.rundir.run_records import read_summary, write_end
 from polyreme_trainer.observe.records import Recorder, cut_torn_line, of_samples, sample_lines
@@ -227,7 +226,7 @@ async def test_an_iteration_that_is_repeated_after_a_resume_is_on_record_once(co
     assert [(line["iteration"], line["time/iteration"]) for line in metrics] == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert [line["next_group"] for line in metrics] == [8, 12, 16]
     with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
-        assert recorder.recorded == 3
+        assert recorder.progress.newest == 3
 
 
 async def test_the_summary_says_how_the_run_is_doing(config: RunConfig) -> None:
@@ -247,11 +246,10 @@ async def test_the_summary_says_how_the_run_is_doing(config: RunConfig) -> None:
 
 @pytest.mark.parametrize(("content", "kept"), [(b"a\nb\ntorn", b"a\nb\n"), (b"torn", b""), (b"a\n", b"a\n"), (b"", b"")])
 @pytest.mark.parametrize("tail", [1, 3, 1 << 16])
-def test_a_torn_line_is_cut(content: bytes, kept: bytes, tail: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.observe.records._TAIL", tail)
+def test_a_torn_line_is_cut(content: bytes, kept: bytes, tail: int, tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(content)
-    cut_torn_line(path)
+    cut_torn_line(path, tail)
     assert path.read_bytes() == kept
 
 

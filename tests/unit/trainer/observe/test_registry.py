@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metric_rows import BESIDE, DEVICES, EPISODES, METRICS, OFFLOAD, REPLAY, RESOURCES, ROUTING, find
 
 from polyreme.config.recipes.presets import resolve
 from polyreme.config.reward import RewardConfig
@@ -24,7 +25,6 @@ from polyreme_trainer.megatron.training.iteration import Iteration
 from polyreme_trainer.megatron.training.roles import Role
 from polyreme_trainer.megatron.training.step import train_iteration
 from polyreme_trainer.observe.metrics import iteration_record
-from polyreme_trainer.observe.registry import BESIDE, DEVICES, EPISODES, METRICS, OFFLOAD, REPLAY, RESOURCES, ROUTING, find
 from support.configs import run_config
 
 TIMING = [

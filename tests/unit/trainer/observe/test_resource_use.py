@@ -4,10 +4,10 @@ import os
 from typing import Any
 
 import pytest
+from metric_rows import STAGE_METRICS, find
 from prometheus_client.samples import Sample
 
 from polyreme.experience.metric_records import Resumed, StageStep
-from polyreme_trainer.observe.registry import STAGE_METRICS, find
 from polyreme_trainer.observe.resource_use import INTERVAL, ResourceUse, StageUse
 
 

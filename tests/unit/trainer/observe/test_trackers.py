@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_rows import METRICS
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import PluginConfig, TrackerConfig
 from polyreme.errors import PolyremeError
-from polyreme_trainer.observe.registry import METRICS
-from polyreme_trainer.observe.trackers import follow
 from polyreme_trainer.observe.trackers.follow import Cursor, cursor_path, points, read_cursor, read_lines, write_cursor
 from polyreme_trainer.observe.trackers.protocol import TRACKERS, Point, TrackedRun, check_trackers, open_tracker
 from support.configs import run_config
@@ -36,16 +35,15 @@ def test_every_documented_number_of_a_commit_is_a_point() -> None:
     assert point.values.keys() == {f"weights/{name}" for name in documented}
 
 
-def test_lines_are_read_whole_and_in_bounded_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_read_whole_and_in_bounded_parts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_lines(path, 0) == ([], 0)
     whole = "".join(json.dumps({"n": n}) + "\n" for n in range(10))
     path.write_text(whole + '{"n": 1')
-    monkeypatch.setattr(follow, "BATCH_BYTES", 25)
     found: list[Any] = []
     offset = 0
     for _ in range(10):
-        lines, offset = read_lines(path, offset)
+        lines, offset = read_lines(path, offset, most=25)
         assert len(lines) <= 4
         found += lines
     assert found == [{"n": n} for n in range(10)]

@@ -93,6 +93,31 @@ def test_the_others_hear_why_rank_0_has_failed() -> None:
     assert other.executed == ["create"]
 
 
+class Asked(QueueChannel):
+    """The channel of ranks that have been asked to end: the others are gone."""
+
+    def send(self, kind: int, payload: bytes) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_that_is_asked_to_end_ends_well() -> None:
+    """Rank 0 while its peers are gone, and another rank when rank 0 is cancelled in the middle of what it waits for."""
+
+    async def lead_until(cancelled: bool, ranks: Ranks) -> None:
+        async with LeadingEngine(SimulatedTenantEngine(64, 16), ranks).telling():
+            if cancelled:
+                raise asyncio.CancelledError
+
+    asyncio.run(lead_until(False, lonely := Ranks(0, Asked())))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(lead_until(True, leader := Ranks(0, channel := QueueChannel())))
+    with pytest.raises(LeaderError) as caught:
+        follow(SimulatedTenantEngine(64, 16), Ranks(1, channel))
+    assert caught.value.exit_code == 0
+    lonely.close()
+    leader.close()
+
+
 def test_one_rank_calls_the_engine_itself() -> None:
     engine, ranks = SimulatedTenantEngine(64, 16), Ranks()
 

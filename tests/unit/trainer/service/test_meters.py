@@ -26,6 +26,16 @@ def test_a_step_sums_its_batches() -> None:
     assert (record.metrics["grad_norm"], record.metrics["lr"], record.metrics["optimizer_steps"]) == (0.5, 0.01, 7.0)
 
 
+def test_the_tokens_of_a_critic_are_those_of_its_mask() -> None:
+    meters, ids = StepMeters(), np.arange(3)
+    given = {"returns": [0, 1, 2], "values": [0, 0, 0], "mask": [0, 1, 1]}
+    columns = {name: np.array(column, dtype=np.float32) for name, column in given.items()}
+    meters.add_batch("a", Batch([ids], [ids], columns), 3.0)
+    meters.add_step("a", 0.5, 0.01, 1)
+    record = meters.executed("a", 0.0, 0.0, 1.0)
+    assert record is not None and (record.metrics["loss"], record.metrics["trained_tokens"]) == (1.5, 2)
+
+
 def test_the_times_of_a_step_add_up_to_the_time_since_the_last() -> None:
     meters = StepMeters()
     meters.add_step("a", 0.5, 0.01, 1)

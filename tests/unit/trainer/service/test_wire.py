@@ -83,7 +83,7 @@ def test_a_request_keeps_its_body_in_the_log() -> None:
 
 def test_json_is_read_without_its_nulls() -> None:
     body = json.dumps(
-        {"model_id": "m", "seq_id": 2, "adam_params": {"learning_rate": 0.5, "beta1": None}, "optimizer_params": None}
+        {"model_id": "m", "seq_id": 2, "adam_params": {"learning_rate": 0.5, "type": None}, "optimizer_params": None}
     )
     settings = m.read(m.OptimStep, body.encode()).settings
     assert (settings.learning_rate, settings.beta1, settings.eps) == (0.5, 0.9, 1e-12)
@@ -96,6 +96,7 @@ def test_json_is_read_without_its_nulls() -> None:
         (m.Sample, {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "topk_sample_logprobs": 3}, "topk_sample_logprobs"),
         (m.Sample, {"prompt": {"chunks": [{"type": "image", "tokens": [1]}]}, "sampling_params": {}}, "prompt.chunks.0.type"),
         (m.OptimStep, {"model_id": "m", "seq_id": 0}, "seq_id"),
+        (m.OptimStep, {"model_id": "m", "seq_id": 1, "adam_params": {"learning_rate": None}}, "learning_rate: expected a finite number"),
         (m.OfModel, [], "JSON object"),
     ],
 )  # fmt: skip
@@ -116,6 +117,23 @@ def test_paths_name_a_model_a_kind_and_a_name() -> None:
 def test_a_missing_mask_has_the_tokens_with_an_advantage() -> None:
     given = message("gspo", logprobs=tensor([0, -2, -3]), advantages=tensor([0, 1, 2]))
     assert read_batch(given).batch.columns["mask"].tolist() == [0, 1, 1] * 2
+
+
+def test_values_are_asked_for_before_there_is_a_loss() -> None:
+    """A `forward` needs no inputs, and its loss is 0 then. A gradient needs them, and a value has no target."""
+    given = message("value", returns=tensor([1, 2, 3]), values=tensor([0, 0, 1]))
+    assert "data[0].target_tokens for value" in refusal(given)
+    for datum in given.data:
+        del datum.loss_fn_inputs["target_tokens"]
+    call = read_batch(given)
+    assert call.batch.columns["mask"].tolist() == [1.0] * 6 and call.options == {"value_clip": 0.5}
+    for datum in given.data:
+        datum.loss_fn_inputs.clear()
+    assert "expected returns" in refusal(given)
+    given.forward_only = True
+    assert {name: column.tolist() for name, column in read_batch(given).batch.columns.items()} == dict.fromkeys(
+        ("returns", "values", "mask"), [0.0] * 6
+    )
 
 
 def test_pairs_come_whole() -> None:

@@ -8,7 +8,6 @@ import pytest
 from polyreme.errors import DataError
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.leader import LeaderError, Ranks
-from polyreme_trainer.stages import share_rows as module
 from polyreme_trainer.stages.share_rows import pieces, share_rows
 
 LENGTHS = (3, 1, 2, 5)
@@ -37,12 +36,11 @@ def read() -> StageRows:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 100])
-def test_every_rank_has_the_rows_of_rank_0(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_TOKENS", limit)
+def test_every_rank_has_the_rows_of_rank_0(limit: int) -> None:
     pipe = Pipe()
     leader, other = Ranks(0, pipe), Ranks(1, pipe)
-    own = share_rows(leader, read)
-    found = share_rows(other, read)
+    own = share_rows(leader, read, limit)
+    found = share_rows(other, read, limit)
     leader.close()
     assert pipe.messages.empty()
     for rows in (own, found):

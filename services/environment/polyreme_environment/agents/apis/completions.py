@@ -12,7 +12,6 @@ from polyreme_environment.agents.request import (
     TurnRequest,
     bad,
     check_neutral,
-    check_unicode,
     digest,
     read_bound,
     read_stop,
@@ -76,7 +75,6 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str) and value:
-        check_unicode(value, "`prompt`")
         return value
     return read_ids(value, "prompt")
 

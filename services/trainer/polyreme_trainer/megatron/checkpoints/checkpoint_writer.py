@@ -9,31 +9,79 @@ its checkpoint. The error of a save that fails is raised by `finish`.
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from polyreme.errors import PolyremeError
+from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.rundir.checkpoint_manifest import number_of, numbered
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.checkpoints import checkpoint
-from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
 from polyreme_trainer.megatron.checkpoints.checkpoint import RankContents
 from polyreme_trainer.megatron.huggingface.export import Export, export_hf
 from polyreme_trainer.megatron.training.roles import AnyRole
 
-WRITE_SECONDS = 300.0
 SLOWEST_WRITE = 10e6
-"""Bytes per second. A save's deadline is `WRITE_SECONDS` plus the time of its bytes at this speed."""
-POLL_SECONDS = 1.0
+"""Bytes per second."""
 CLOSE_SECONDS = 30.0
 """Seconds for which a learner that ends with an error waits for the running save."""
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class BackgroundWork(Generic[T]):
+    """Starts `work` at once, in a daemon thread of its own: work that never returns, as on a dead file system, keeps no process alive.
+
+    Args:
+        name: a description of the work, for the thread's name and for errors.
+        seconds: the deadline.
+    """
+
+    def __init__(self, name: str, work: Callable[[], T], seconds: float) -> None:
+        self._name, self._work, self._seconds = name, work, seconds
+        self._deadline = time.monotonic() + seconds
+        self._future: Future[T] = Future()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def finished(self, seconds: float = 0.0) -> bool:
+        """Waits up to `seconds` for the end of the work. Returns whether it has succeeded.
+
+        Raises:
+            The work's error; or UnavailableError when it is not finished by the deadline.
+        """
+        if not wait([self._future], seconds).done:
+            if time.monotonic() > self._deadline:
+                raise UnavailableError(
+                    f"{self._name} within {self._seconds:.0f} s", "not finished", "Check the file system of the run directory."
+                )
+            return False
+        self._future.result()
+        return True
+
+    def result(self) -> T:
+        """The return value of the finished work."""
+        return self._future.result(0)
+
+    def end(self, seconds: float) -> bool:
+        """Waits up to `seconds` for the work to end, successfully or not. Returns whether it has ended."""
+        return bool(wait([self._future], seconds).done)
+
+    def _run(self) -> None:
+        try:
+            result = self._work()
+        except BaseException as error:  # noqa: BLE001 - `finished` raises it in the caller's thread
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
 
 
 @dataclass(frozen=True)
@@ -78,10 +126,12 @@ class CheckpointWriter:
 
     Args:
         ranks: the ranks that take part in every save.
+        write_seconds: part of a save's deadline; the other part is the time of its bytes at the speed SLOWEST_WRITE.
+        poll_seconds: between two looks at a save that is waited for.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, write_seconds: float = 300.0, poll_seconds: float = 1.0) -> None:
+        self._ranks, self._write_seconds, self._poll_seconds = ranks, write_seconds, poll_seconds
         self._pending: Pending | None = None
 
     def start(self, save: Save) -> None:
@@ -93,7 +143,7 @@ class CheckpointWriter:
         assert self._pending is None, "one save at a time"
         temporary = checkpoint.begin(save.path, self._ranks)
         own = checkpoint.rank_contents(save.roles).copied(save.roles[0].model.device)
-        seconds = WRITE_SECONDS + (own.nbytes + save.export_bytes) / SLOWEST_WRITE
+        seconds = self._write_seconds + (own.nbytes + save.export_bytes) / SLOWEST_WRITE
         work = partial(self._write, save, temporary, own, seconds)
         self._pending = Pending(save, BackgroundWork(f"the checkpoint {save.path.name}", work, seconds))
 
@@ -107,7 +157,7 @@ class CheckpointWriter:
             The error of this rank's thread. An error of rank 0's thread is a LeaderError on the other ranks.
         """
         while (pending := self._pending) is not None:
-            seconds = POLL_SECONDS if wait else 0.0
+            seconds = self._poll_seconds if wait else 0.0
             if not self._ranks.leads:
                 pending.work.finished(seconds)
             if self._ranks.broadcast_from_leader(partial(_finished, pending.work, seconds)) == b"\x01":

@@ -1,7 +1,8 @@
 """The files of a run or a stage in its directory: checkpoints for resuming, and Hugging Face directories of the same weights.
 
 Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint of a run has one. Version 0's directory
-is never removed: it is the reference policy, and every checkpoint has its digest.
+is never removed: it is the reference policy, and every checkpoint has its digest. A resume continues only with the frozen weights, for the
+same use, with which the checkpoint was trained.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.checkpoints import checkpoint
+from polyreme_trainer.megatron.checkpoints.checkpoint import weights_digest
 from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
-from polyreme_trainer.megatron.checkpoints.frozen_weights import FrozenWeights
 from polyreme_trainer.megatron.huggingface.export import Export
 from polyreme_trainer.megatron.training.roles import AnyRole
 
@@ -27,6 +28,57 @@ WARM_START = "warm-start"
 
 FROZEN = "frozen"
 """The checkpoint's fact with the digests of the frozen weights that training used."""
+
+
+class FrozenWeights:
+    """Digests of directories of weights that training reads but does not change: a checkpoint has these in place of their bytes.
+
+    A directory is read once, on rank 0, in a thread: that of a save, or one beside the heartbeat that keeps the other ranks waiting.
+
+    Args:
+        ranks: the learner's ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._digests: dict[Path, str] = {}
+
+    def record(self, directories: Mapping[str, Path]) -> dict[str, str]:
+        """The digest of every directory, by its use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
+        return {use: self._digest(directory) for use, directory in directories.items()}
+
+    def check(self, directories: Mapping[str, Path], recorded: Mapping[str, str]) -> None:
+        """Compares directories with what `record` has returned for a checkpoint. Collective.
+
+        Raises:
+            ConfigError: the uses differ, or the weights of one of them. On rank 0; on the others, LeaderError.
+        """
+
+        async def compare() -> None:
+            if directories.keys() != recorded.keys():
+                raise ConfigError(
+                    f"frozen weights of {_names(recorded)}, as in the checkpoint",
+                    f"of {_names(directories)}",
+                    "Set trainer.lora, trainer.critic and the reference as they were, or start from the checkpoint's Hugging Face export.",
+                )
+            for use, directory in directories.items():
+                if (found := await asyncio.to_thread(self._digest, directory)) != recorded[use]:
+                    raise ConfigError(
+                        f"digest {recorded[use]} of the weights in {directory} ({use}), as in the checkpoint",
+                        found,
+                        "Restore the directory from a copy.",
+                    )
+
+        self._ranks.on_leader(compare)
+
+    def _digest(self, directory: Path) -> str:
+        if directory not in self._digests:
+            self._digests[directory] = weights_digest(directory)
+        return self._digests[directory]
+
+
+def _names(uses: Mapping[str, object]) -> str:
+    return ", ".join(sorted(uses)) or "nothing"
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:

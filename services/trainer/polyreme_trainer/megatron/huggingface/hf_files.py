@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,20 +25,28 @@ EXPERT_BIASES = ("e_score_correction_bias", "expert_bias", "moe_statics.e_score_
 """The ends of the names of a bias in the choice of experts (Wang et al. 2024)."""
 
 
-class HfTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each of which `read` returns when it is accessed."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._access = names, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._access(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class HfTensors(LazyTensors):
     """Tensors by name, read from memory-mapped files when accessed."""
 
     def __init__(self, path: Path, files: Mapping[str, safe_open]) -> None:
+        super().__init__(files, lambda name: files[name].get_tensor(name))
         self._path, self._files = path, files
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], unread: tuple[str, ...] = ()) -> None:
         """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Another bias in

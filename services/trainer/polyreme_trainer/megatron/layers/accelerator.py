@@ -1,31 +1,26 @@
-"""The models on cuda and npu: megatron-core's own layer spec with torch's norms and a fused kernel for attention over packed sequences.
+"""The models on cuda and npu: megatron-core's own layer spec with torch's norms, our gated activations and a fused kernel for attention over
+packed sequences.
 
 Invariant: the two specs differ only in the attention kernel; torch and torch_npu dispatch all other calls to their own kernels.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.batches.packing import Packing
-from polyreme_trainer.megatron.experts.moe import layer_specs
-from polyreme_trainer.megatron.huggingface.families.base import ModelFamily
-from polyreme_trainer.megatron.layers.attention import Attention, in_blocks
-from polyreme_trainer.megatron.layers.norm import TorchRmsNorm, ends_in_norm, projection_norms
-from polyreme_trainer.megatron.layers.spec import ModelSpec, with_bias
-from polyreme_trainer.megatron.mcore import (
-    ColumnParallelLinear,
-    IdentityOp,
-    RowParallelLinear,
-    TransformerBlockSubmodules,
-    TransformerConfig,
-    get_gpt_layer_local_spec,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
+from polyreme_trainer.megatron.layers.activation import OPTIONS
+from polyreme_trainer.megatron.layers.attention import Attention, causal_attention, in_blocks
+from polyreme_trainer.megatron.layers.block import Parts
+from polyreme_trainer.megatron.layers.spec import ModelSpec
+from polyreme_trainer.megatron.mcore import linear_with_grad_accumulation_and_async_allreduce
 
+BATCHED = 24_576
+"""From this length on, whole sequences of one length are a batch of torch's ordinary attention. On Hopper its kernels, cuDNN's, take two
+thirds of the time of those for packed sequences, but prepare each new length for 0.1 s, which shorter sequences do not earn back."""
 FLASH_WIDTH = 256
 """The largest head that torch's kernel takes; its width must be a multiple of 8."""
 NPU_SEQUENCES = 1024
@@ -34,13 +29,18 @@ NPU_SEQUENCES = 1024
 
 def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
     """As `in_blocks`, with torch's flash attention over packed sequences where torch has a kernel."""
+    if window is None and packing.lengths[0] >= BATCHED and len({*packing.lengths, *packing.key_lengths}) == 1:
+        q, k, v = (each.unflatten(0, (len(packing.lengths), -1)).transpose(1, 2) for each in (query, key, value))
+        return causal_attention(q, k, v, scale).transpose(1, 2).flatten(0, 1)
     if query.dtype == torch.float32 or query.shape[2] % 8 or query.shape[2] > FLASH_WIDTH:
         return in_blocks(query, key, value, packing, scale, window)
-    from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
+    from torch.nn.attention import varlen  # torch_npu's torch has it with other parameters
 
     earlier = -1 if window is None else window - 1  # tokens before its own to which a query attends; -1: all
-    grouped = query.shape[1] != key.shape[1]
+    # The kernel sees that several heads share a key, but newer releases want to be told.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _has_groups() else {}
     # The mask aligns the last query with the last key, also where there are fewer queries than keys.
+    varlen_attn: Callable[..., object] = varlen.varlen_attn  # its parameters differ between releases
     output = varlen_attn(
         query,
         key,
@@ -51,10 +51,18 @@ def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: fl
         packing.max_seqlen_kv,
         scale=scale,
         window_size=(earlier, 0),
-        enable_gqa=grouped,
+        **grouped,
     )
     assert isinstance(output, Tensor)  # the log-sum-exp was not requested
     return output
+
+
+@functools.cache
+def _has_groups() -> bool:
+    """Whether this torch's `varlen_attn` has the parameter `enable_gqa`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def npu_fused(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
@@ -99,30 +107,6 @@ class NpuAttention(Attention):
         return npu_fused(query, key, value, packing, self.scale, self.window)
 
 
-def _block(
-    core: type[Attention], config: TransformerConfig, family: ModelFamily, has_experts: Sequence[bool]
-) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
-    query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
-    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    rows = [with_bias(RowParallelLinear, family, name) for name in ("self_attention.linear_proj", "mlp.linear_fc2")]
-    linear_proj, linear_fc2 = [ends_in_norm(row, TorchRmsNorm) for row in rows] if family.post_norms else rows
-    attention.submodules = replace(
-        attention.submodules, core_attention=core, linear_proj=linear_proj, q_layernorm=query_norm, k_layernorm=key_norm
-    )
-    linear_fc1 = with_bias(ColumnParallelLinear, family, "mlp.linear_fc1")
-    mlp.submodules = replace(mlp.submodules, linear_fc1=linear_fc1, linear_fc2=linear_fc2)
-    mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
-    layer.submodules = replace(
-        layer.submodules,
-        input_layernorm=TorchRmsNorm,
-        pre_mlp_layernorm=TorchRmsNorm,
-        mlp=mlp,
-    )
-    return TransformerBlockSubmodules(layer_specs=layer_specs(layer, mlp.submodules, has_experts), layer_norm=TorchRmsNorm)
-
-
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: object, sum_input_grads: bool) -> Tensor:
     return linear_with_grad_accumulation_and_async_allreduce(
         x,
@@ -135,5 +119,5 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: object, sum_i
     )
 
 
-CUDA = ModelSpec(block=functools.partial(_block, FlashAttention), linear=_linear)
-NPU = ModelSpec(block=functools.partial(_block, NpuAttention), linear=_linear)
+CUDA = ModelSpec(block=Parts(FlashAttention).block, linear=_linear, options=OPTIONS)
+NPU = ModelSpec(block=Parts(NpuAttention).block, linear=_linear, options=OPTIONS)

@@ -4,8 +4,8 @@ A block of columns is reduced to two or three numbers per token: its log-sum-exp
 Blocks are combined like tensor ranks, so the ranks exchange only these numbers, in one collective. With several blocks the backward pass
 computes each block's logits again.
 
-Invariant: at most `BLOCK_LOGITS` logits exist at a time on a rank, except for the smallest block. Padded columns are removed before any
-computation, so their probability and gradient are zero. All sums are in fp32.
+Invariant: at most `BLOCK_LOGITS` logits exist at a time on a rank (`ACCELERATOR_LOGITS` on an accelerator), except for the smallest block.
+Padded columns are removed before any computation, so their probability and gradient are zero. All sums are in fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +18,8 @@ from torch.autograd.function import Function, once_differentiable
 
 BLOCK_LOGITS = 2**24
 """The largest number of logits that exist at a time on a rank; 64 MiB in fp32, and as much again for their probabilities."""
+ACCELERATOR_LOGITS = 2**26
+"""The same on an accelerator, whose matrix products need larger blocks; 256 MiB in fp32."""
 _ALIGNED = 16
 """A block's columns are a multiple of this, so that its matrix products stay aligned."""
 
@@ -33,6 +35,7 @@ class Head:
         temperature: the divisor of the logits.
         group: tensor-parallel process group; None for one rank.
         with_entropy: whether the entropy is computed too.
+        block_logits: the largest number of logits of a block; None: that of the device.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
@@ -41,19 +44,22 @@ class Head:
     temperature: float
     group: Any = None
     with_entropy: bool = False
+    block_logits: int | None = None
 
-    def blocks(self, tokens: int, columns: int) -> Iterator[tuple[slice, int]]:
+    def blocks(self, tokens: int, weight: Tensor) -> Iterator[tuple[slice, int]]:
         """Yields each block's columns, and how many of them are not padding. There is one block if it is small enough."""
-        width = columns
-        if tokens * columns > BLOCK_LOGITS:
-            width = max(_ALIGNED, BLOCK_LOGITS // tokens // _ALIGNED * _ALIGNED)
+        columns = width = len(weight)
+        most = self.block_logits or (BLOCK_LOGITS if weight.device.type == "cpu" else ACCELERATOR_LOGITS)
+        if tokens * columns > most:
+            width = max(_ALIGNED, most // tokens // _ALIGNED * _ALIGNED)
         for first in range(0, max(self.valid, 1), width):
             yield slice(first, min(first + width, columns)), max(0, min(width, self.valid - first))
 
     def logits(self, hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
-        """A block's logits divided by the temperature, fp32 [tokens, valid]. The caller owns them."""
-        scaled = self.product(hidden, weight)[:, :valid].float()
-        return scaled if self.temperature == 1.0 else scaled.div_(self.temperature)
+        """A block's logits divided by the temperature, [tokens, valid]: in fp32, or in the model's dtype if nothing was divided. The caller
+        owns them."""
+        product = self.product(hidden, weight)[:, :valid]
+        return product if self.temperature == 1.0 else product.float().div_(self.temperature)
 
     def targets(self, targets: Tensor, block: slice, valid: int) -> tuple[Tensor, Tensor]:
         """The targets' columns in a block, int64 [tokens, 1], and whether the block has them, bool [tokens]."""
@@ -65,7 +71,7 @@ class Head:
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, ...]:
-        blocks = list(head.blocks(len(targets), len(weight)))
+        blocks = list(head.blocks(len(targets), weight))
         every, kept = [], None
         for block, valid in blocks:
             scaled = head.logits(hidden, weight[block], valid)
@@ -78,36 +84,43 @@ class _TokenLogprobs(Function):
             torch.distributed.all_gather(list(gathered), parts, group=head.group)
             parts = _combine(gathered)
         log_sum, chosen, *mean = parts
-        ctx.save_for_backward(hidden, weight, targets, kept, log_sum, *mean)
-        ctx.head, ctx.blocks = head, blocks
         logprobs = chosen - log_sum
+        ctx.save_for_backward(hidden, weight, targets, kept, logprobs, log_sum, *mean)
+        ctx.head, ctx.blocks = head, blocks
         return (logprobs, log_sum - mean[0]) if mean else (logprobs,)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, kept, log_sum, *mean = ctx.saved_tensors
+        hidden, weight, targets, kept, logprobs, log_sum, *mean = ctx.saved_tensors
         head, blocks = ctx.head, ctx.blocks
         scaled_grads = [(grad / head.temperature).unsqueeze(1) for grad in grads]
+        # Without entropy, a row of the logits' gradient is a factor times numbers that do not depend on it: it multiplies the short rows of
+        # hidden states, not the long ones of logits.
+        factor = -scaled_grads[0]
+        rows = hidden if mean else (hidden * factor).to(hidden.dtype)
         for_hidden, for_weight, _, _ = ctx.needs_input_grad
         grad_hidden = grad_weight = reduced = None
         if for_weight and blocks[0][0].stop < len(weight):  # several blocks, or only padding columns after the single one
             grad_weight = torch.zeros_like(weight)
         for block, valid in blocks:
             scaled = head.logits(hidden, weight[block], valid) if kept is None else kept
-            grad = _gradient(scaled, log_sum, mean, scaled_grads, *head.targets(targets, block, valid))
+            where = head.targets(targets, block, valid)
+            if mean:
+                grad = _gradient_with_entropy(scaled, log_sum, mean[0], scaled_grads, *where).to(hidden.dtype)
+            else:
+                grad = _gradient(scaled, log_sum, logprobs, hidden.dtype, *where)
             if padding := block.stop - block.start - valid:
                 grad = torch.nn.functional.pad(grad, (0, padding))
-            grad = grad.to(hidden.dtype)
             if for_hidden:
                 part = head.product(grad, weight[block].t())
                 grad_hidden = part if len(blocks) == 1 else part.float() if grad_hidden is None else grad_hidden.add_(part)
                 if block == blocks[-1][0]:
-                    grad_hidden = grad_hidden.to(hidden.dtype)
+                    grad_hidden = (grad_hidden if mean else grad_hidden * factor).to(hidden.dtype)
                     if head.group is not None:
                         reduced = torch.distributed.all_reduce(grad_hidden, group=head.group, async_op=True)
             if for_weight:
-                part = head.product(grad.t(), hidden.t())
+                part = head.product(grad.t(), rows.t())
                 if grad_weight is None:
                     grad_weight = part
                 else:
@@ -120,15 +133,14 @@ class _TokenLogprobs(Function):
 
 def _reduce(scaled: Tensor, column: Tensor, here: Tensor, with_entropy: bool) -> list[Tensor]:
     """A block's numbers, each fp32 [tokens]: log-sum-exp, the target's logit or 0, and the mean logit under the block's softmax."""
-    if scaled.shape[1]:
-        log_sum = torch.logsumexp(scaled, dim=-1)
-        chosen = scaled.gather(1, column).squeeze(1)
-    else:
-        log_sum = scaled.new_full(here.shape, -torch.inf)
-        chosen = scaled.new_zeros(here.shape)
-    parts = [log_sum, chosen.masked_fill(~here, 0)]
+    if not scaled.shape[1]:
+        empty = torch.zeros(here.shape, dtype=torch.float32, device=here.device)
+        return [empty - torch.inf, *[empty] * (1 + with_entropy)]
+    logs = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)  # one pass, where logsumexp makes four
+    chosen = scaled.gather(1, column).squeeze(1).float()
+    parts = [chosen - logs.gather(1, column).squeeze(1), chosen.masked_fill(~here, 0)]
     if with_entropy:
-        parts.append(torch.linalg.vecdot((scaled - log_sum.unsqueeze(1)).exp_(), scaled))
+        parts.append(torch.linalg.vecdot(logs.exp_(), scaled.float()))
     return parts
 
 
@@ -141,13 +153,24 @@ def _combine(every: Tensor) -> Tensor:
     return torch.stack([log_sum, every[:, 1].sum(0), *means])
 
 
-def _gradient(scaled: Tensor, log_sum: Tensor, mean: list[Tensor], grads: list[Tensor], column: Tensor, here: Tensor) -> Tensor:
-    """The gradient of a block's logits [tokens, columns]. The entropy's is probability * (mean logit - logit)."""
-    out = (scaled - log_sum.unsqueeze(1)).exp_()
-    if mean:
-        out.mul_((mean[0].unsqueeze(1) - scaled).mul_(grads[1]).sub_(grads[0]))
-    else:
-        out.mul_(-grads[0])
+def _gradient(scaled: Tensor, log_sum: Tensor, logprobs: Tensor, dtype: torch.dtype, column: Tensor, here: Tensor) -> Tensor:
+    """The gradient of the negative log-probability with respect to a block's logits, in a dtype [tokens, columns]: the probability, and the
+    target's minus 1."""
+    shifted = torch.sub(scaled, log_sum.unsqueeze(1))  # fp32 by promotion
+    out = torch.exp(shifted, out=shifted if dtype == shifted.dtype else torch.empty_like(shifted, dtype=dtype))
+    if scaled.shape[1]:
+        # By expm1, because a probability near 1 has no digits left in bfloat16 for its difference from 1.
+        at_target = torch.where(here.unsqueeze(1), torch.expm1(logprobs).unsqueeze(1).to(dtype), out.gather(1, column))
+        out.scatter_(1, column, at_target)
+    return out
+
+
+def _gradient_with_entropy(
+    scaled: Tensor, log_sum: Tensor, mean: Tensor, grads: list[Tensor], column: Tensor, here: Tensor
+) -> Tensor:
+    """The gradient of a block's logits, fp32 [tokens, columns]. The entropy's is probability * (mean logit - logit)."""
+    out = torch.sub(scaled, log_sum.unsqueeze(1)).exp_()
+    out.mul_(torch.sub(mean.unsqueeze(1), scaled).mul_(grads[1]).sub_(grads[0]))
     if scaled.shape[1]:
         out.scatter_add_(1, column, grads[0] * here.unsqueeze(1))
     return out

@@ -13,6 +13,7 @@ Invariant: without an optimizer step B is zero, and a model with new adapters is
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_files import LazyTensors
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices, stage_rows
 from polyreme_trainer.megatron.huggingface.lora_mapping import LORA_A, A, B, adapter_architecture, projection_of
 from polyreme_trainer.megatron.mcore import (
@@ -67,8 +69,8 @@ class Adapter:
     def add_to(self, output: Tensor, product: Product, local: Mapping[str, object]) -> Tensor:
         """The layer's output with the adapter's. `product` computes that one from `local`, the arguments of the layer's own product."""
         inner = product(**{**local, "bias": None, "weight": self.a})
-        outer = product(**{**local, "bias": None, "weight": self.wide_b(), "input": inner})
-        return torch.add(output, outer, alpha=self.scale)
+        outer = product(**{**local, "bias": None, "weight": self.wide_b(), "input": self.scale * inner})  # inner is small
+        return output + outer
 
     def attach(self) -> None:
         """Gives the layer the parameters `lora_a` and `lora_b`, and the product with them."""
@@ -104,25 +106,27 @@ def without_collectives(layer: ColumnParallelLinear | RowParallelLinear, argumen
     return {**arguments, "input": input, "allreduce_dgrad": False, "sequence_parallel": False}
 
 
-class Merged(Mapping[str, Tensor]):
-    """A model's weights with its adapters added, computed at access. The newest result is cached, because a parameter has several slices."""
+class LentHead:
+    """A value head in a language model's output layer, whose own weight is set aside while the head is attached.
 
-    def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
-        self._params, self._adapters = params, adapters
-        self._newest: tuple[str, Tensor] | None = None
+    Args:
+        layer: the output layer.
+        weight: the trained weight, [1, hidden].
+    """
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._adapters:
-            return self._params[name].detach()
-        if self._newest is None or self._newest[0] != name:
-            self._newest = name, self._adapters[name].merged()
-        return self._newest[1]
+    def __init__(self, layer: ColumnParallelLinear, weight: torch.nn.Parameter) -> None:
+        self._layer, self.weight = layer, weight
+        self._own: torch.nn.Parameter | None = layer.weight  # None: the embedding's
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
+    def attach(self) -> None:
+        self._put(self.weight)
 
-    def __len__(self) -> int:
-        return len(self._params)
+    def detach(self) -> None:
+        self._put(self._own)
+
+    def _put(self, weight: torch.nn.Parameter | None) -> None:
+        del self._layer.weight  # a tied layer has it as a plain attribute, beside which there can be no parameter
+        self._layer.register_parameter("weight", weight)
 
 
 class Adapters:
@@ -130,7 +134,7 @@ class Adapters:
 
     Args:
         module: the rank's part of the model, see `join_chunks`.
-        arch: the model's architecture.
+        arch: the architecture of the model; with a value head, for which a language model lends its output layer.
         here: this rank.
         lora: the section of the configuration. Raises ConfigError for targets that the model does not have.
         seed: the seed of every A. The A are the same on every layout.
@@ -138,23 +142,29 @@ class Adapters:
     Attributes:
         arch: the mapping table of the trained parameters.
         params: the trained parameters by name.
+        head: the value head in a language model's output layer, on the rank that has that layer; else None.
     """
 
     def __init__(self, module: GPTModel, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
         self.lora, self.arch = lora, adapter_architecture(arch, lora)
         self.layers: dict[str, Adapter] = {}
-        self._partial: list[torch.nn.Parameter] = []
+        self.head: LentHead | None = None
+        self._partial: dict[int, torch.nn.Parameter] = {}
         module.requires_grad_(False)
         shapes, a = param_shapes(self.arch, here), dict[str, torch.nn.Parameter]()
         for row, _ in stage_rows(self.arch, here):
             where, _, kind = row.param.rpartition(".")
             layer = module.get_submodule(where)
             if kind not in (A, B):  # the value head
-                layer.weight.requires_grad_(True)
+                if isinstance(layer, ColumnParallelLinear):
+                    zeros = next(module.parameters()).new_zeros(shapes[row.param], dtype=layer.config.params_dtype)
+                    self.head = LentHead(layer, torch.nn.Parameter(zeros))
+                else:
+                    layer.weight.requires_grad_(True)
                 continue
             made = torch.nn.Parameter(layer.weight.new_zeros(shapes[row.param]))
             if row.share == "all" and here.tp > 1:
-                self._partial.append(made)
+                self._partial[id(made)] = made
             if kind == A:
                 a[where] = made
             else:
@@ -168,12 +178,16 @@ class Adapters:
         """Gives the layers the adapters."""
         for adapter in self.layers.values():
             adapter.attach()
+        if self.head is not None:
+            self.head.attach()
         self._hook = None if self._embedding is None else self._embedding.register_forward_hook(differentiable)
 
     def detach(self) -> None:
         """Makes the layers what they were without the adapters, which keep their values."""
         for adapter in self.layers.values():
             adapter.detach()
+        if self.head is not None:
+            self.head.detach()
         if self._hook is not None:
             self._hook.remove()
 
@@ -202,9 +216,10 @@ class Adapters:
                 whole = torch.empty(shapes[piece.hf_name]).uniform_(-bound, bound, generator=generator)
                 self.params[piece.param][piece.param_index].copy_(whole[piece.hf_index])
 
-    def merge(self, params: Mapping[str, Tensor]) -> Merged:
-        """The model's weights with the adapters added. `params`: the model's own parameters."""
-        return Merged(params, self.layers)
+    def merge(self, params: Mapping[str, Tensor]) -> LazyTensors:
+        """The model's weights with the adapters added, computed at access. `params`: the model's own parameters."""
+        newest = lru_cache(maxsize=1)(lambda name: self.layers[name].merged())  # a parameter has several slices
+        return LazyTensors(params, lambda name: newest(name) if name in self.layers else params[name].detach())
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -217,11 +232,15 @@ class Adapters:
             for adapter in self.layers.values():
                 adapter.on = True
 
+    def is_partial(self, param: Tensor) -> bool:
+        """Whether each tensor rank has a part of a trained parameter's gradient, see `sum_gradients`."""
+        return id(param) in self._partial
+
     def sum_gradients(self) -> None:
         """Sums the gradients of which each tensor rank has a part. Collective over the tensor ranks; called once per optimizer step."""
         if not self._partial:
             return
-        gradients = [param.main_grad for param in self._partial]  # type: ignore[attr-defined]
+        gradients = [param.main_grad for param in self._partial.values()]  # type: ignore[attr-defined]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         torch.distributed.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
         for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):

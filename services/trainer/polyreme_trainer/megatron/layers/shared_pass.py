@@ -53,6 +53,16 @@ class SharedPass:
         """Sets the parts of the passes that follow, whose tokens are in this order; tokens after them have no adapters."""
         self.parts, self.same_bits = parts, same_bits
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """The value of each token by the head of its own adapters, fp32 [t]; 0 for tokens without adapters. `hidden`: final hidden states, [t, hidden]."""
+        sizes = [part.tokens for part in self.parts]
+        rest = hidden.new_zeros(len(hidden) - sum(sizes))
+        found = []
+        for part, states in zip(self.parts, hidden[: sum(sizes)].split(sizes), strict=True):
+            assert part.adapters is not None and part.adapters.head is not None
+            found.append(torch.nn.functional.linear(states, part.adapters.head.weight).squeeze(1))
+        return torch.cat([*found, rest]).float()
+
 
 class _SharedProduct:
     """The product of one layer, in place of megatron-core's `_forward_impl`."""

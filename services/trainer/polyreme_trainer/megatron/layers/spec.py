@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from polyreme_trainer.megatron.huggingface.families.base import ModelFamily
-from polyreme_trainer.megatron.mcore import (
-    TransformerBlockSubmodules,
-    TransformerConfig,
-)
+from polyreme_trainer.megatron.mcore import TransformerBlockSubmodules, TransformerConfig
 
 
 class AutogradContext(Protocol):
@@ -26,7 +23,6 @@ class AutogradContext(Protocol):
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keeps tensors as `saved_tensors`."""
-        ...
 
 
 class Linear(Protocol):
@@ -42,7 +38,6 @@ class Linear(Protocol):
             group: tensor-parallel process group.
             sum_input_grads: whether to sum the gradient of `x` over the group, because each rank holds a part of the output features.
         """
-        ...
 
 
 def with_bias(linear: type[torch.nn.Module], family: ModelFamily, name: str) -> type[torch.nn.Module]:

@@ -104,14 +104,17 @@ class ShardedModel:
         else:
             self.module.requires_grad_(False)
 
-    def make_trainable(self, lora: LoraConfig | None, seed: int = 0) -> None:
+    def make_trainable(self, lora: LoraConfig | None, seed: int = 0, *, critic: bool = False) -> None:
         """Makes new adapters the trained parameters, in place of earlier ones; with None, the weights. An earlier optimizer is unusable then,
-        unless the earlier adapters are trained again with `train`."""
-        if self.adapters is not None:
-            self.adapters.detach()
+        unless the earlier adapters are trained again with `train`.
+
+        Args:
+            critic: the adapters of a language model have a value head, of zeros. Raises ConfigError, see `Architecture.with_value_head`.
+        """
+        arch = self.arch.with_value_head() if critic else self.arch
+        self.train(TrainedParameters())
         self.module.requires_grad_(True)
-        self.adapters = None if lora is None else Adapters(self.module, self.arch, self.rank, lora, seed)
-        self._trained = self._params if self.adapters is None else self.adapters.params
+        self._use_adapters(None if lora is None else Adapters(self.module, arch, self.rank, lora, seed))
         copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         several = max(copies, parallel_state.get_expert_data_parallel_world_size()) > 1
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
@@ -128,10 +131,17 @@ class ShardedModel:
         gradient buffers, nothing is trained."""
         if self.adapters is not None:
             self.adapters.detach()
-        self.adapters, self.ddp = trained.adapters, trained.ddp
-        if self.adapters is not None:
-            self.adapters.attach()
-        self._trained = self._params if self.adapters is None else self.adapters.params
+        if trained.adapters is not None:
+            trained.adapters.attach()
+        self.ddp = trained.ddp
+        self._use_adapters(trained.adapters)
+
+    def _use_adapters(self, adapters: Adapters | None) -> None:
+        self.adapters = adapters
+        self._trained = self._params if adapters is None else adapters.params
+        if self.arch.head == "tied":
+            # megatron-core sums the gradients of the embedding on the first and the last stage, and a value head is none.
+            self.chunks[-1].share_embeddings_and_output_weights = adapters is None or adapters.head is None
 
     def use(self, *others: "ShardedModel") -> None:
         """Moves the weights of this model and of `others` to the device. With `trainer.offload.idle_models`, all other models leave it."""

@@ -2,9 +2,9 @@
 
 With several stages, megatron-core's schedules pass hidden states forwards and gradients backwards between the ranks (one forward, one
 backward; interleaved where a rank has several chunks of the model). Only the last stage's last chunk has the model's output, so only there a
-job's `compute` is called.
+job's `output` and `loss` are called.
 
-Invariant: a job's `compute` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
+Invariant: a job's `output` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,33 +33,41 @@ class Job(Generic[T]):
 
     Attributes:
         ids: the model's inputs, packed or int64 [b, s].
-        compute: computes from the model's output for `ids` a scalar, which is differentiated, and a result.
+        output: computes the model's output for `ids`.
+        loss: maps the output to a scalar, which is differentiated, and a result, or None without any.
         context: the context manager of the micro-batch's forward pass.
     """
 
     ids: Tensor | PackedIds
-    compute: Callable[[], tuple[Tensor, T]]
+    output: Callable[[], Tensor]
+    loss: Callable[[Tensor], tuple[Tensor, T | None]]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def run_whole(jobs: Iterable[Job[T]], backward: bool) -> list[T]:
-    """Runs jobs one after the other on a model of one stage. Returns their results. `backward`: whether to differentiate."""
+def run(model: ShardedModel, jobs: Iterable[Job[T]], backward: bool) -> list[T]:
+    """Runs jobs one after the other, or through the stages of the model. Collective over the stages, with the same jobs on each.
+
+    Args:
+        jobs: with several stages, a multiple of `Rank.micro_batch_group`.
+        backward: whether to differentiate.
+
+    Returns:
+        The jobs' results on the last stage; nothing on the others.
+    """
+    if model.rank.pp > 1:
+        return _run_stages(model, jobs, backward)
     results = []
     for job in jobs:
         with job.context():
-            value, result = job.compute()
+            value, result = job.loss(job.output())
         if backward:
             value.backward()
-        results.append(result)
+        if result is not None:
+            results.append(result)
     return results
 
 
-def run_stages(model: ShardedModel, jobs: Iterable[Job[T]], backward: bool) -> list[T]:
-    """Runs jobs through all stages. Collective over them, with the same jobs on each. Their number is a multiple of `Rank.micro_batch_group`.
-
-    Returns:
-        The results on the last stage; nothing on the others.
-    """
+def _run_stages(model: ShardedModel, jobs: Iterable[Job[T]], backward: bool) -> list[T]:
     every, results = list(jobs), list[T]()
     if not every:
         return results
@@ -69,8 +77,9 @@ def run_stages(model: ShardedModel, jobs: Iterable[Job[T]], backward: bool) -> l
         with job.context():
             if not chunk.post_process:
                 return model.hidden(job.ids, chunk), None
-            value, result = job.compute()
-            results.append(result)
+            value, result = job.loss(job.output())
+            if result is not None:
+                results.append(result)
             return value, None
 
     several = len(model.chunks) > 1
@@ -94,9 +103,9 @@ def on_every_stage(model: ShardedModel, ids: Tensor, compute: Callable[[], Tenso
     if model.rank.pp == 1:
         return compute()
     zero = torch.zeros((), device=ids.device)
-    idle = Job[Tensor](ids[:1, :1], lambda: (zero, zero))
-    jobs = [Job(ids, lambda: (zero, compute())), *[idle] * (model.rank.micro_batch_group - 1)]
-    found = run_stages(model, jobs, backward=False)
+    idle = Job[Tensor](ids[:1, :1], lambda: zero, lambda _: (zero, None))
+    jobs = [Job(ids, compute, lambda output: (zero, output)), *[idle] * (model.rank.micro_batch_group - 1)]
+    found = _run_stages(model, jobs, backward=False)
     result = torch.empty(shape, dtype=torch.float32, device=ids.device)
     if found:
         result.copy_(found[0])

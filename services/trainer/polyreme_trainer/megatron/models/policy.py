@@ -6,7 +6,6 @@ Invariant: the logits of a micro-batch never exist together while log-probabilit
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,44 +26,24 @@ from polyreme_trainer.megatron.models.pipeline import on_every_stage
 class Policy(ShardedModel):
     """A sharded model with a language-model head."""
 
-    @overload
-    def logprobs(
-        self,
-        ids: Tensor | PackedIds,
-        targets: Tensor,
-        temperature: float = ...,
-        *,
-        with_entropy: Literal[False] = ...,
-        runs: Sequence[int] = ...,
-    ) -> Tensor: ...
-    @overload
-    def logprobs(
-        self,
-        ids: Tensor | PackedIds,
-        targets: Tensor,
-        temperature: float = ...,
-        *,
-        with_entropy: Literal[True],
-        runs: Sequence[int] = ...,
-    ) -> tuple[Tensor, Tensor]: ...
-    def logprobs(
-        self,
-        ids: Tensor | PackedIds,
-        targets: Tensor,
-        temperature: float = 1.0,
-        *,
-        with_entropy: bool = False,
-        runs: Sequence[int] = (),
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def logprobs(self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = 1.0, *, runs: Sequence[int] = ()) -> Tensor:
         """Log-probabilities of each token's target after its sequence up to it, differentiable in the weights: fp32 [k], in nats.
 
         Args:
             ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary.
             targets: int64, of the shape of `ids`; positions with IGNORE are skipped. The k others are in their order.
             temperature: the divisor of the logits, as in sampling.
-            with_entropy: also return the entropy of each target's distribution, fp32 [k], differentiable.
             runs: the number of targets of each run, k in all; the output layer's products are computed run by run. Empty: one run.
         """
+        return self._outputs(ids, targets, temperature, runs, with_entropy=False)[0]
+
+    def logprobs_and_entropies(self, ids: Tensor | PackedIds, targets: Tensor, temperature: float) -> Tensor:
+        """As `logprobs`, and below them the entropy of each target's distribution, differentiable: fp32 [2, k]."""
+        return torch.stack(self._outputs(ids, targets, temperature, (), with_entropy=True))
+
+    def _outputs(
+        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float, runs: Sequence[int], with_entropy: bool
+    ) -> tuple[Tensor, ...]:
         flat, tokens = targets.reshape(-1), PackedIds.of(ids)
         mine = self.context.take(tokens, flat, IGNORE)
         wanted = (mine != IGNORE).nonzero().squeeze(1)
@@ -76,7 +55,7 @@ class Policy(ShardedModel):
         if self.context.ranks > 1:
             columns = [result.new_zeros(len(mine)).index_copy(0, wanted, result) for result in results]
             results = self.context.join(tokens, torch.stack(columns, dim=1))[flat != IGNORE].unbind(1)
-        return (results[0], results[1]) if with_entropy else results[0]
+        return results
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:

@@ -24,11 +24,13 @@ class OptimizerParts:
     Args:
         fragments: all fragments that this rank steps.
         host: the object that moves the parts.
+        part_bytes: see `cut`; None: PART_BYTES.
     """
 
-    def __init__(self, fragments: Iterable[Fragment], host: HostMemory) -> None:
+    def __init__(self, fragments: Iterable[Fragment], host: HostMemory, part_bytes: int | None = None) -> None:
         self._host = host
-        self._parts = [(part, self._movable(part)) for part in cut(list(fragments))]
+        parts = cut(list(fragments), PART_BYTES if part_bytes is None else part_bytes)
+        self._parts = [(part, self._movable(part)) for part in parts]
         self._part_of = {id(fragment): movable for part, movable in self._parts for fragment in part}
         for _ in self.visits():
             pass
@@ -68,14 +70,14 @@ class OptimizerParts:
                     chunk.start_param_sync()
 
 
-def cut(fragments: Sequence[Fragment]) -> list[list[Fragment]]:
-    """Runs of fragments with at most PART_BYTES of state each; a larger fragment is a run of its own."""
+def cut(fragments: Sequence[Fragment], part_bytes: int) -> list[list[Fragment]]:
+    """Runs of fragments with at most `part_bytes` of state each; a larger fragment is a run of its own."""
     parts: list[list[Fragment]] = []
     room = 0
     for fragment in fragments:
         if fragment.state_bytes > room:
             parts.append([])
-            room = PART_BYTES
+            room = part_bytes
         parts[-1].append(fragment)
         room -= fragment.state_bytes
     return parts

@@ -4,18 +4,17 @@ Invariant: only one answer's logits exist at a time, because logits of many answ
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from polyreme.process.quick_imports import quick_imports
 from polyreme_trainer.algorithms.kl import estimate
 from polyreme_trainer.learner.gates import Answer, Gate, GateLimits
-
-if TYPE_CHECKING:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
@@ -25,23 +24,20 @@ def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
 
 def load_hf(path: Path, dtype: str) -> torch.nn.Module:
     """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
-    return _load(AutoModelForCausalLM, path, dtype)
+    return _load("AutoModelForCausalLM", path, dtype)
 
 
 def load_hf_critic(path: Path, dtype: str) -> torch.nn.Module:
     """The Hugging Face sequence classifier of a directory, on the CPU, in evaluation mode."""
-    from transformers import AutoModelForSequenceClassification
-
-    return _load(AutoModelForSequenceClassification, path, dtype)
+    return _load("AutoModelForSequenceClassification", path, dtype)
 
 
-def _load(kind: "type[AutoModelForCausalLM | AutoModelForSequenceClassification]", path: Path, dtype: str) -> torch.nn.Module:
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model: torch.nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+def _load(kind: str, path: Path, dtype: str) -> torch.nn.Module:
+    with quick_imports():  # it imports half of transformers
+        transformers = import_module("transformers")
+        import_module("transformers.utils.logging").disable_progress_bar()
+        load = getattr(transformers, kind).from_pretrained
+        model: torch.nn.Module = load(path, dtype=getattr(torch, dtype), local_files_only=True)
     return model.requires_grad_(False).eval()
 
 

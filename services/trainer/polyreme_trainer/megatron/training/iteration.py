@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.experience.record_codec import TrainedSamples
 from polyreme_trainer.algorithms.batch import TokenBatch, sequence_sums
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batches.batch import IntArray, Sequences

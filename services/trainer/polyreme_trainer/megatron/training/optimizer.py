@@ -38,6 +38,10 @@ class Adam:
     clip_grad: float = 1.0
 
 
+class WeightsLostError(RunFailedError):
+    """The weights after a step, or their norm, are not finite: the model is unusable."""
+
+
 class Optimizer:
     """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
@@ -105,8 +109,8 @@ class Optimizer:
             The global gradient norm before clipping.
 
         Raises:
-            RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank. Or the new weights, or their
-                norm, are not finite; the model is unusable then.
+            RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank.
+            WeightsLostError: see there.
         """
         self._sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
@@ -125,7 +129,7 @@ class Optimizer:
             self._free_gradients()
         if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
             lr = self._groups[0]["lr"]
-            raise RunFailedError(
+            raise WeightsLostError(
                 "finite weights after a step",
                 f"weights of norm {weights} after one at a learning rate of {lr:g}",
                 "Lower the learning rate, then start again or continue from the newest checkpoint.",
@@ -152,9 +156,10 @@ class Optimizer:
     def _is_summed(self, fragment: Fragment) -> bool:
         """Whether tensor ranks or stages have parts of the gradient of a parameter that they have in common. Otherwise each has all of it."""
         config, param = self.model.chunks[0].config, fragment.param
+        if self.model.adapters is not None:
+            return self.model.adapters.is_partial(param)
         return (
-            self.model.adapters is not None
-            or (config.sequence_parallel and getattr(param, "sequence_parallel", False))
+            (config.sequence_parallel and getattr(param, "sequence_parallel", False))
             or (config.qk_layernorm and ("q_layernorm" in fragment.name or "k_layernorm" in fragment.name))
             or getattr(param, "shared_embedding", False)
         )

@@ -7,7 +7,7 @@ all of them alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -19,7 +19,7 @@ from torch import Tensor
 from polyreme_trainer.algorithms.metrics import Metrics
 from polyreme_trainer.megatron.batches.batch import FloatArray, IntArray, MicroBatch, Sequences, cost_of
 from polyreme_trainer.megatron.models.model import ShardedModel
-from polyreme_trainer.megatron.models.pipeline import Job, run_stages, run_whole
+from polyreme_trainer.megatron.models.pipeline import Job, run
 from polyreme_trainer.megatron.parallel.reshard import WEIGHTS, RankState
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.optimizer import Adam, Optimizer
@@ -97,7 +97,8 @@ class Role(Generic[Model]):
         """
         self.model.use()
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
-        for tokens, output in self._run(LossTerm(sequences, indices, keep_output, forward), backward=False):
+        jobs = self._jobs(LossTerm(sequences, indices, keep_output, forward))
+        for tokens, output in run(self.model, jobs, backward=False):
             result[torch.from_numpy(tokens).to(result.device)] = output
         return self.shard.sum(result).cpu().numpy()
 
@@ -105,7 +106,7 @@ class Role(Generic[Model]):
     def measure(self, term: LossTerm[T]) -> list[T]:
         """The loss's results for this rank's micro-batches, without a gradient."""
         self.model.use()
-        return self._run(term, backward=False)
+        return run(self.model, self._jobs(term), backward=False)
 
     def forward_backward(self, *terms: LossTerm[T]) -> list[T]:
         """Adds the gradient of the sum of the terms to that of the next optimizer step, see `over_ranks` for the metrics.
@@ -118,13 +119,9 @@ class Role(Generic[Model]):
         assert self.optimizer is not None, f"role {self.name} is frozen"
         if not self.has_gradient:
             self.clear_gradient()
-        return self.accumulate(*terms)
-
-    def accumulate(self, *terms: LossTerm[T]) -> list[T]:
-        """As `forward_backward`, for all roles that have their adapters in the pass. Each of them has a gradient."""
         self.model.use()
         with self._balanced(terms):
-            return [result for term in terms for result in self._run(term, backward=True)]
+            return run(self.model, self._jobs(*terms), backward=True)
 
     def clear_gradient(self) -> None:
         """Starts the next optimizer step with a gradient of zero, so that it can also be taken without `forward_backward`."""
@@ -191,33 +188,27 @@ class Role(Generic[Model]):
 
     def _count_choices(self, terms: Sequence[LossTerm[T]]) -> None:
         """Runs the terms' forward passes only, for the routers' counts."""
-        for term in terms:
-            self._run(LossTerm(term.sequences, term.indices, no_loss, self._hidden), backward=False)
+        hidden = (LossTerm(term.sequences, term.indices, no_loss, self._hidden) for term in terms)
+        run(self.model, self._jobs(*hidden), backward=False)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         return self.model.hidden(batch.ids)
 
-    def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
-        """Runs this data rank's micro-batches of a term. Returns their results, which are on the last stage."""
-        model, forward = self.model, term.forward or self.output
-        jobs = (
-            Job(
-                batch.ids,
-                partial(run_micro_batch, batch, forward, term.loss),
-                partial(self._around, batch, term.prepare),
-            )
+    def _jobs(self, *terms: LossTerm[T]) -> Iterator[Job[T]]:
+        """This data rank's micro-batches of the terms. One without sequences, whose rank only takes part in the collectives, has no result."""
+        for term in terms:
+            forward = term.forward or self.output
             for batch in self.shard.micro_batches(
                 term.sequences,
                 term.indices,
                 self.cost,
-                model.alignment,
-                model.rank.micro_batch_group,
-                model.joins_beginnings,
+                self.model.alignment,
+                self.model.rank.micro_batch_group,
+                self.model.joins_beginnings,
                 term.runs,
-            )
-        )
-        results = run_whole(jobs, backward) if self.shard.stages is None else run_stages(model, jobs, backward)
-        return [result for result in results if result is not None]
+            ):
+                loss = partial(term.loss, batch) if len(batch.indices) else empty_loss
+                yield Job(batch.ids, partial(forward, batch), loss, partial(self._around, batch, term.prepare))
 
     def _around(self, batch: MicroBatch, prepare: Callable[[MicroBatch], None] | None) -> AbstractContextManager[None]:
         """The context of a micro-batch's forward pass."""
@@ -260,16 +251,16 @@ AnyRole = Role[ShardedModel]
 class BaseRole(Role[Model]):
     """A frozen role: another role's model without its adapters, in the same memory."""
 
-    def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
-        assert self.model.adapters is not None and not backward
-        with self.model.adapters.off():
-            return super()._run(term, backward)
+    @contextmanager
+    def _around(self, batch: MicroBatch, prepare: Callable[[MicroBatch], None] | None) -> Iterator[None]:
+        assert self.model.adapters is not None
+        with self.model.adapters.off(), super()._around(batch, prepare):
+            yield
 
 
-def run_micro_batch(batch: MicroBatch, forward: Forward, loss: Loss[T]) -> tuple[Tensor, T | None]:
-    """The scalar and the result of a micro-batch. One without sequences, whose rank only takes part in the collectives, has no result."""
-    output = forward(batch)
-    return loss(batch, output) if len(batch.indices) else (0 * output.sum(), None)
+def empty_loss(output: Tensor) -> tuple[Tensor, None]:
+    """The loss of no sequence, which has a gradient of zero; no result."""
+    return 0 * output.sum(), None
 
 
 def keep_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor]]:

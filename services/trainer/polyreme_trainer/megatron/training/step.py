@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.experience.record_codec import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
@@ -75,11 +75,9 @@ class Models(Protocol):
 
     def logprobs_and_entropies(self, batch: MicroBatch) -> Tensor:
         """The actor's log-probabilities and entropies of the trained tokens, fp32 [2, k]."""
-        ...
 
     def supervised_logprobs(self, batch: MicroBatch) -> Tensor:
         """The actor's log-probabilities of the trained tokens of supervised rows, fp32 [k]."""
-        ...
 
 
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:

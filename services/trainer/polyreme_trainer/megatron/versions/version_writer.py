@@ -4,6 +4,7 @@ The first copy is on data rank 0's tensor ranks and stages; with expert ranks, a
 
 Where these ranks are on several machines, the first rank of each of them owns an arena there, with the tensors that its machine writes: a part
 of the version, in the same slot everywhere. Otherwise the version has one part, and rank 0 owns its arena.
+Every tensor belongs to one part.
 
 Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks wait at the
 barrier. The owner of an arena seals its part, and rank 0 has the manifests of all parts.
@@ -11,7 +12,7 @@ barrier. The owner of an arena seals its part, and rank 0 has the manifests of a
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.config.security import SecurityConfig
+from polyreme.errors import ConfigError
 from polyreme.net.endpoint import own_address
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
@@ -27,7 +29,6 @@ from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.huggingface.hf_mapping import hf_aliases
 from polyreme_trainer.megatron.models.model import ShardedModel, tensor_specs
-from polyreme_trainer.megatron.versions.version_parts import gather_parts, machine_of
 from polyreme_trainer.weight_sync.part_server import PartServer, check_part_server
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class VersionWriter:
             path = self._serve_parts(path, part, self._security)
         if writes and not self._owns:
             self.arena = Arena.open(path, writable=True)
+        if writes and policy.device.kind == "cuda":
+            self.arena.page_lock(torch)
         return self
 
     def _serve_parts(self, path: str, part: int, security: SecurityConfig | None) -> str:
@@ -168,3 +171,45 @@ class VersionWriter:
             self._server.close()
         if self._writes or self._owns:
             self.arena.close()
+
+
+def machine_of(rank: int, ranks: int, nodes: int) -> int:
+    """The machine of a rank. Machines have equally many ranks, in order."""
+    return rank // (ranks // nodes)
+
+
+def plan_parts(written: Sequence[Collection[str]], nodes: int) -> list[frozenset[str]]:
+    """The tensors of each part. Pure.
+
+    Args:
+        written: for each rank, the names of the tensors of which it writes a slice.
+        nodes: the number of machines.
+
+    Returns:
+        One set of names for each machine that writes any: the first ones.
+
+    Raises:
+        ConfigError: ranks of several machines write slices of one tensor.
+    """
+    parts: list[set[str]] = [set() for _ in range(nodes)]
+    for rank, names in enumerate(written):
+        parts[machine_of(rank, len(written), nodes)] |= set(names)
+    holders: dict[str, int] = {}
+    for machine, names in enumerate(parts):
+        for name in sorted(names):
+            if (first := holders.setdefault(name, machine)) != machine:
+                raise ConfigError(
+                    "every tensor of the model on the ranks of one machine",
+                    f"slices of {name} on machines {first} and {machine}",
+                    "Change trainer.parallel, so that tensor ranks and expert tensor ranks share a machine.",
+                )
+    while len(parts) > 1 and not parts[-1]:
+        parts.pop()
+    return [frozenset(names) for names in parts]
+
+
+def gather_parts(mine: Collection[str], nodes: int) -> list[frozenset[str]]:
+    """`plan_parts` of all ranks; `mine` is what this rank writes. Collective."""
+    written: list[Collection[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(written, sorted(mine))
+    return plan_parts(written, nodes)

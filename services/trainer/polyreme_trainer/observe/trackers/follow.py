@@ -64,11 +64,11 @@ def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
     write_atomically(cursor_path(run_dir, kind), json.dumps(asdict(cursor)) + "\n")
 
 
-def read_lines(path: Path, offset: int) -> tuple[list[Line], int]:
-    """The whole lines after `offset`, up to BATCH_BYTES or one longer line, and the offset of the next line."""
+def read_lines(path: Path, offset: int, most: int = BATCH_BYTES) -> tuple[list[Line], int]:
+    """The whole lines after `offset`, up to `most` bytes or one longer line, and the offset of the next line."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(offset)
-        lines = [line for line in file.readlines(BATCH_BYTES) if line.endswith(b"\n")]
+        lines = [line for line in file.readlines(most) if line.endswith(b"\n")]
         return [json.loads(line) for line in lines], offset + sum(map(len, lines))
     return [], offset
 

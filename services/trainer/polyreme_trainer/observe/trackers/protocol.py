@@ -65,15 +65,12 @@ class Tracker(Protocol):
     @property
     def tracker_id(self) -> str:
         """The tracker's id of the run, with which the run can be continued."""
-        ...
 
     def log(self, point: Point) -> None:
         """Records a point. Steps of one axis may repeat or decrease, since an evaluation may end after later iterations."""
-        ...
 
     def close(self) -> None:
         """Sends the remaining points and closes the run."""
-        ...
 
 
 def open_tracker(section: TrackerSection, run: TrackedRun) -> Tracker:

@@ -5,6 +5,7 @@ Invariant: the turns begin in the order of the requests. When the episode ends, 
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 import grpc
 
@@ -36,6 +37,7 @@ class AgentPlay:
     def __init__(self, call: grpc.aio.StreamStreamCall, session: EpisodeSession, at_once: int, grace: float) -> None:
         self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
         self._turns: dict[int, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
         self._outbox = Outbox(call)
         self._seconds, self._newest = 0.0, 0
 
@@ -47,31 +49,22 @@ class AgentPlay:
             EpisodeError: the agent failed, or the server broke the protocol.
             GenerateError, UnavailableError: see `EpisodeSession.answer`.
         """
-        reading, writing = self._read(), asyncio.create_task(self._outbox.run())
+        reading, writing = asyncio.create_task(self._read()), asyncio.create_task(self._outbox.run())
         try:
-            while True:
-                done = await self._wait(reading)
-                for number in [number for number, turn in self._turns.items() if turn in done]:
-                    self._turns.pop(number).result()
-                if reading in done:
-                    if (ending := self._take(reading.result())) is not None:
-                        return ending
-                    reading = self._read()
+            while (left := min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)) > 0:
+                await asyncio.wait((reading, self._failed), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if self._failed.done():
+                    self._failed.result().result()
+                if reading.done():
+                    return reading.result()
+            raise NoEndingError("did not end an agent in time")
         finally:
             await end_all([reading, writing, *self._turns.values()])
 
-    def _read(self) -> "asyncio.Task[pb.RunResponse]":
-        return asyncio.create_task(self._call.read())
-
-    async def _wait(self, reading: "asyncio.Task[pb.RunResponse]") -> "set[asyncio.Task[pb.RunResponse | None]]":
-        """The tasks that have ended, at least one. Raises NoEndingError when the seconds of the episode and of grace have passed."""
-        while True:
-            left = min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)
-            if left <= 0:
-                raise NoEndingError("did not end an agent in time")
-            done, _ = await asyncio.wait({reading, *self._turns.values()}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                return done
+    async def _read(self) -> Ending:
+        while (ending := self._take(await self._call.read())) is None:
+            pass
+        return ending
 
     def _take(self, response: pb.RunResponse) -> Ending | None:
         if response is grpc.aio.EOF:
@@ -100,7 +93,14 @@ class AgentPlay:
         self._reward(ask.rewards)
         if ask.calls:
             self._session.reward(0.0, read_calls(ask), self._known(ask.agent.after))
-        self._turns[number] = asyncio.create_task(self._answer(ask.agent))
+        turn = self._turns[number] = asyncio.create_task(self._answer(ask.agent))
+        turn.add_done_callback(partial(self._ended, number))
+
+    def _ended(self, number: int, turn: asyncio.Task[None]) -> None:
+        is_withdrawn = self._turns.pop(number, None) is None
+        is_failed = turn.cancelled() or turn.exception() is not None
+        if is_failed and not is_withdrawn and not self._failed.done():
+            self._failed.set_result(turn)
 
     def _reward(self, rewards: Mapping[int, float]) -> None:
         for number, reward in rewards.items():

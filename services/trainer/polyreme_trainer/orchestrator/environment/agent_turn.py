@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
-from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, Delta, TurnTokens
+from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, Delta, SessionTurn, TurnTokens
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME, OUTCOME_TOKENS, OUTCOME_TURNS
 from polyreme.dataset.chat import Message, read_chat
 from polyreme.dataset.columns import TokenIds
@@ -51,6 +52,35 @@ async def agent_turn(request: AgentRequest, session: EpisodeSession, tell: Calla
             TurnTokens(context_ids=turn.context, ids=turn.ids, logprobs=turn.logprobs, texts=session.token_texts(turn))
         )
     return answer
+
+
+async def kept_turn(request: AgentRequest, session: EpisodeSession, tell: Callable[[Delta], None]) -> Answer:
+    """`agent_turn` in a session that is kept elsewhere, as the request tells it: the answer has the record that continues it.
+
+    Raises:
+        DataError: the session's turns cannot be read. Also what `agent_turn` raises.
+    """
+    for record in request.records:
+        session.restore(parsed_turn(record))
+    answer = await agent_turn(request, session, tell)
+    answer.number = request.number
+    if not answer.refused:
+        kept = session.kept()
+        answer.record, answer.oldest_version = kept.SerializeToString(), min(span.version for span in kept.spans)
+    return answer
+
+
+def parsed_turn(record: bytes) -> SessionTurn:
+    """A turn as it is kept. Raises DataError."""
+    try:
+        return SessionTurn.FromString(record)
+    except DecodeError as error:
+        raise unreadable("a turn of a session", error) from None
+
+
+def unreadable(what: str, error: Exception) -> DataError:
+    """The error of something in the log that cannot be read."""
+    return DataError(f"{what} as it is kept in the log", str(error), "Run the release that has kept it.")
 
 
 async def _sampled(request: AgentRequest, session: EpisodeSession, tell: Callable[[Delta], None]) -> SampledTurn:

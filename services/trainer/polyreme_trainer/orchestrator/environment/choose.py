@@ -7,6 +7,7 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
+from polyreme.experience.shard import ONLY, Shard
 from polyreme_trainer.data.tail import Tail
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.episodes import Episodes
@@ -40,11 +41,13 @@ def make_environments(
         tail, bounds = Tail(sampler.template), _bounds(config, settings)
         made[""] = OnlineExperience(run, sampler, tail, bounds, settings.online, experience)
     else:
-        made[""] = _episodes(run, sampler, "", settings, partial_log, scoring, budget)
+        made[""] = _episodes(run, sampler, "", settings, partial_log, scoring, budget, experience.shard)
     for held_out in config.eval_sets:
         if held_out.environment is not None:
             scores = Scoring(scoring.rewards if held_out.is_rewarded else None, None)
-            made[held_out.name] = _episodes(run, sampler, held_out.name, held_out.environment, partial_log, scores)
+            made[held_out.name] = _episodes(
+                run, sampler, held_out.name, held_out.environment, partial_log, scores
+            )  # of the leading one
     return made
 
 
@@ -56,9 +59,10 @@ def _episodes(
     partial_log: PartialRolloutLog,
     scoring: Scoring,
     budget: TokenBudget | None = None,
+    shard: Shard = ONLY,
 ) -> Episodes:
     config = sampler.config
-    host, tail = EnvironmentClient(run, settings, config.data, config.seed, name), Tail(sampler.template)
+    host, tail = EnvironmentClient(run, settings, config.data, config.seed, name, shard), Tail(sampler.template)
     return Episodes(sampler, tail, host, partial_log, _bounds(config, settings), settings.tries, scoring, budget)
 
 

@@ -24,6 +24,7 @@ from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
+from polyreme.experience.shard import ONLY, Shard
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
 from polyreme_trainer.data.tail import Tools
@@ -55,8 +56,9 @@ class _EnvironmentServer:
     playing: int = 0
     rests_until: float = 0.0
 
-    def capacity(self, environment: str) -> int:
-        return int(self.lease.facts["episodes"].get(environment, 0))
+    def capacity(self, environment: str, shard: Shard) -> int:
+        episodes = int(self.lease.facts["episodes"].get(environment, 0))
+        return shard.share(episodes) if episodes else 0
 
 
 class EnvironmentClient:
@@ -68,10 +70,13 @@ class EnvironmentClient:
         data: says which columns of a row are its prompt, tools and label.
         seed: the run's seed.
         name: of the environment; "": the run's.
+        shard: the orchestrator, which uses its share of what a lease says.
     """
 
-    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int, name: str = "") -> None:
-        self._config, self._data, self._seed, self._name = config, data, seed, name
+    def __init__(
+        self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int, name: str = "", shard: Shard = ONLY
+    ) -> None:
+        self._config, self._data, self._seed, self._name, self._shard = config, data, seed, name, shard
         # An agent gives its reward at its end, for which it has step_timeout seconds after a bound.
         self._grace = config.step_timeout + _AGENT_SECONDS if config.is_agent else 0.0
         self._leases = LiveServers(run, "environment")
@@ -264,8 +269,9 @@ class EnvironmentClient:
                 )
 
     def _choose(self, now: float) -> _EnvironmentServer | None:
-        usable = [s for s in self._servers.values() if s.playing < s.capacity(self._name) and s.rests_until <= now]
-        return min(usable, key=lambda s: (s.playing / s.capacity(self._name), s.lease.id), default=None)
+        rooms = {s: s.capacity(self._name, self._shard) for s in self._servers.values() if s.rests_until <= now}
+        usable = [s for s, room in rooms.items() if s.playing < room]
+        return min(usable, key=lambda s: (s.playing / rooms[s], s.lease.id), default=None)
 
 
 def _new_messages(ask: environment_pb2.Ask) -> list[Message]:

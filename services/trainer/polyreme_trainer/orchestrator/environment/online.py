@@ -23,7 +23,7 @@ from polyreme.experience.records import GroupRecord
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.data.tail import Tail
-from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
+from polyreme_trainer.orchestrator.environment.agent_turn import kept_turn, parsed_turn, unreadable
 from polyreme_trainer.orchestrator.environment.episodes import Ending, finished_episode
 from polyreme_trainer.orchestrator.environment.finished import Finished, placed
 from polyreme_trainer.orchestrator.environment.online_turns import OnlineTurns
@@ -123,7 +123,7 @@ class OnlineExperience:
                 kept = await self._sessions.read(id)
                 exchanges = [_exchange(id, turn) for turn in kept.turns]
                 if not number:
-                    prompt = np.frombuffer(_parsed(exchanges[0].answer.record).context, "<i4")
+                    prompt = np.frombuffer(parsed_turn(exchanges[0].answer.record).context, "<i4")
                 episodes.append(self._episode(kept, exchanges, prompt, number))
             samples, records = [sample for each, _ in placed(episodes) for sample in each], [record for _, record in episodes]
             index = await self._sessions.next_index()
@@ -144,7 +144,7 @@ class OnlineExperience:
         for exchange in exchanges:
             if exchange.calls and exchange.after in session:
                 session.reward(0.0, read_calls(exchange), exchange.after)
-            session.restore(_parsed(exchange.answer.record))
+            session.restore(parsed_turn(exchange.answer.record))
         return finished_episode(session, Ending(session.outcome, kept.reward or 0.0))
 
     def _session(self, id: str, prompt: np.ndarray, number: int = 0) -> EpisodeSession:
@@ -154,15 +154,7 @@ class OnlineExperience:
 
     async def _sampled(self, request: pb.AgentRequest, tell: Callable[[pb.Delta], None]) -> pb.Answer:
         """The turn that a request asks for, of which it tells meanwhile. Raises as `OnlineTurns` says."""
-        session = self._session(request.session, np.zeros(0, np.int32))
-        for record in request.records:
-            session.restore(_parsed(record))
-        answer = await agent_turn(request, session, tell)
-        answer.number = request.number
-        if not answer.refused:
-            kept = session.kept()
-            answer.record, answer.oldest_version = kept.SerializeToString(), min(span.version for span in kept.spans)
-        return answer
+        return await kept_turn(request, self._session(request.session, np.zeros(0, np.int32)), tell)
 
     async def _drop(self, id: str, reason: str) -> None:
         if await self._sessions.drop(self._log, id, reason):
@@ -206,15 +198,4 @@ def _exchange(id: str, stored: bytes) -> pb.SessionExchange:
     try:
         return pb.SessionExchange.FromString(stored)
     except DecodeError as error:
-        raise _bad(f"a turn of session {id}", error) from None
-
-
-def _parsed(record: bytes) -> pb.SessionTurn:
-    try:
-        return pb.SessionTurn.FromString(record)
-    except DecodeError as error:
-        raise _bad("a turn of a session", error) from None
-
-
-def _bad(what: str, error: Exception) -> DataError:
-    return DataError(f"{what} as it is kept in the log", str(error), "Run the release that has kept it.")
+        raise unreadable(f"a turn of session {id}", error) from None

@@ -7,9 +7,13 @@ the learner.
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from polyreme.errors import DataError
 from polyreme.experience.ledger import Admission
 from polyreme.experience.records import EpisodeRecord, SampleRecord
 from polyreme_trainer.data.prompt_store import Prompt
+from polyreme_trainer.orchestrator.generation.generate import GenerateError
+from polyreme_trainer.orchestrator.scoring.score_call import ScoreError
+from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherError
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class EpisodeError(Exception):
     """An episode failed in its environment, so the attempt at its group has failed. No number replaces its reward."""
 
 
+ATTEMPT_ERRORS = (GenerateError, ScoreError, TeacherError, EpisodeError, DataError)
+"""The attempt at a group failed. Another one may succeed."""
+
+
 class Environment(Protocol):
     """Plays the episodes of tasks."""
 
@@ -60,6 +68,6 @@ class Environment(Protocol):
         """All episodes of a task.
 
         Raises:
-            GenerateError, ScoreError, TeacherError, EpisodeError, DataError: the attempt failed.
+            ATTEMPT_ERRORS: the attempt failed.
             UnavailableError: there is no replica, or no server that the environment needs.
         """

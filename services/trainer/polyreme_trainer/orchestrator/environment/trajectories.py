@@ -48,12 +48,16 @@ class Trajectories:
 
     Args:
         prompt: int32 [p], the prompt of the episode's row.
+
+    Attributes:
+        newest: the highest number of a complete turn; 0: there is none.
     """
 
     def __init__(self, template: Template, tail: Tail, prompt: np.ndarray) -> None:
         self._template, self._tail, self._prompt = template, tail, prompt
         self._all: list[Trajectory] = []
         self._turns: dict[int, tuple[Trajectory, int]] = {}
+        self.newest = 0
 
     def __iter__(self) -> Iterator[Trajectory]:
         """Those that have a turn."""
@@ -67,11 +71,6 @@ class Trajectories:
     def turns(self) -> int:
         """How many turns are complete."""
         return len(self._turns)
-
-    @property
-    def newest(self) -> int:
-        """The highest number of a complete turn; 0: there is none."""
-        return max(self._turns, default=0)
 
     @property
     def score(self) -> float:
@@ -125,6 +124,7 @@ class Trajectories:
         """Adds a turn that was sampled."""
         trajectory, context = begun
         self._turns[number] = trajectory, len(trajectory.turns)
+        self.newest = max(self.newest, number)
         start = len(context) - len(trajectory.prompt)
         turn = Turn(start, start + sample.length, seconds=seconds)
         trajectory.context = np.concatenate([context, sample.token_ids()])
@@ -171,9 +171,10 @@ class Trajectories:
 
     def records(self, parts: Sequence[RewardPart], *, trained: bool) -> list[SampleRecord]:
         """The records of all tokens, after at least one turn. Their score is the sum of all turns' rewards."""
-        return [self._record(each, parts, trained) for each in self]
+        score = self.score
+        return [self._record(each, score, parts, trained) for each in self]
 
-    def _record(self, trajectory: Trajectory, parts: Sequence[RewardPart], trained: bool) -> SampleRecord:
+    def _record(self, trajectory: Trajectory, score: float, parts: Sequence[RewardPart], trained: bool) -> SampleRecord:
         ids = trajectory.context[len(trajectory.prompt) :]
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.uint8)
         width = max(sample.route_bytes for sample in trajectory.sampled)
@@ -191,7 +192,7 @@ class Trajectories:
             loss_mask=mask,
             finish_reason=trajectory.sampled[-1].finish_reason,
             spans=merged(spans),
-            score=self.score,
+            score=score,
             parts=list(parts),
             text=self._template.decode([ids.tolist()], special=False)[0],
             routes=routes,

@@ -24,7 +24,7 @@ from polyreme_trainer.orchestrator.environment.finished import Finished
 from polyreme_trainer.orchestrator.environment.protocol import Environment, EpisodeError, Task
 from polyreme_trainer.orchestrator.generation.generate import Generation
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span
-from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.sampler import ReplicaSampler
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
 from polyreme_trainer.orchestrator.scoring.score_call import Question
@@ -131,7 +131,7 @@ class HeldOutAnswers(Protocol):
 
 
 def make_answers(
-    run: Run, sampler: Sampler, rewards: RewardClient | None, environments: Mapping[str, Environment]
+    run: Run, sampler: ReplicaSampler, rewards: RewardClient | None, environments: Mapping[str, Environment]
 ) -> dict[str, HeldOutAnswers]:
     """The answers in each environment, by its name in `RunConfig.environments`; none where nothing scores them."""
     config = sampler.config
@@ -149,7 +149,7 @@ def make_answers(
 class SingleAnswers:
     """One response to each prompt, scored by the rewards."""
 
-    def __init__(self, run: Run, sampler: Sampler, rewards: RewardClient) -> None:
+    def __init__(self, run: Run, sampler: ReplicaSampler, rewards: RewardClient) -> None:
         self._run, self._sampler, self._rewards = run, sampler, rewards
 
     @property
@@ -220,7 +220,9 @@ class EpisodeAnswers:
         correctness: whether the environment's reward is 1 for a success and 0 for a failure.
     """
 
-    def __init__(self, run: Run, sampler: Sampler, episodes: Episodes, rewards: RewardClient | None, correctness: bool) -> None:
+    def __init__(
+        self, run: Run, sampler: ReplicaSampler, episodes: Episodes, rewards: RewardClient | None, correctness: bool
+    ) -> None:
         self._run, self._sampler, self._episodes, self._rewards = run, sampler, episodes, rewards
         self._correctness = correctness
 
@@ -266,7 +268,7 @@ def _answer(prompt: Prompt, episode: Finished) -> ScoredAnswer:
     return ScoredAnswer(prompt, last.text, last.score, last.parts, tokens, last.finish_reason, episode_fields(group, last))
 
 
-def _capacity(sampler: Sampler, held_out: HeldOutSet) -> asyncio.Semaphore:
+def _capacity(sampler: ReplicaSampler, held_out: HeldOutSet) -> asyncio.Semaphore:
     """Of the prompts that are answered at the same time: as many as the replicas have slots for."""
     return asyncio.Semaphore(max(1, sampler.config.rollout.max_num_seqs * max(1, len(sampler.pool)) // held_out.settings.answers))
 

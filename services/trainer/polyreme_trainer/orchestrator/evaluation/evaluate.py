@@ -19,7 +19,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import DataError
 from polyreme.experience.metric_records import Evaluation, ServiceNotice
 from polyreme.experience.run import Run
-from polyreme.rundir.progress import evaluation_of
+from polyreme.rundir.evaluations import evaluation_of
 from polyreme.rundir.run_records import write_atomically
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.evaluation.answer_metrics import answer_metrics

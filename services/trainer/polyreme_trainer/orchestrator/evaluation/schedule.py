@@ -73,7 +73,7 @@ class EvalSchedule:
             # Nothing is generated during the run's first evaluation, which is of the initial policy.
             is_last = due == self._config.iterations
             self._exclusive = not self._done or is_last or not self._config.holds(due)
-            self._pool.held = due
+            self._pool.held, self._pool.is_shared = due, False  # the other orchestrators do not evaluate
             self.task = group.create_task(self._evaluate(self._evaluator, due))
             return
 
@@ -98,7 +98,7 @@ class EvalSchedule:
             if failure is None:
                 await self._stop_if_no_better(version, score)
         finally:
-            self._pool.held = None
+            self._pool.held, self._pool.is_shared = None, True
             self._ended()
 
     async def _stop_if_no_better(self, version: int, score: float) -> None:

@@ -6,8 +6,8 @@ before its end; a later call continues it in the same way.
 """
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -144,7 +144,7 @@ async def _call(
     loop = asyncio.get_running_loop()
     if claim.is_cut:  # since the claim was granted
         raise TimeoutError
-    call = claim.stub.Generate(request)
+    call = claim.calls.generate(request)
     try:
         async with asyncio.timeout(None if claim.asleep else chunk_timeout) as deadline:
             claim.deadline, claim.chunk_timeout = deadline, chunk_timeout
@@ -159,9 +159,11 @@ async def _call(
             raise BadStreamError(
                 f"expected every requested sequence to end; found {len(left)} unfinished at the end of the stream"
             )
+    except BaseException:
+        call.cancel()
+        raise
     finally:
         claim.deadline = None
-        call.cancel()
 
 
 def gather_seconds(calls: int) -> float:
@@ -183,7 +185,7 @@ def _request(
     ]
     return rollout_pb2.GenerateRequest(
         run_id=wanted.run_id,
-        request_id=f"{wanted.name}-{uuid.uuid4().hex[:8]}",
+        request_id=f"{wanted.name}-{secrets.token_hex(4)}",
         prompt_ids=wanted.prompt_ids.astype("<i4").tobytes(),
         slots=sequences,
         sampling=rollout_pb2.SamplingParams(temperature=wanted.temperature, top_p=1.0, top_k=-1, stop_token_ids=wanted.stop_ids),

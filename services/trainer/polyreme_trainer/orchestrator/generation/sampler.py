@@ -3,6 +3,7 @@
 Invariant: the seed of a token depends only on the run's seed, the group's index and attempt, the sample, and the number of tokens before it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +21,12 @@ from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """The policy of a run, as its replicas serve it."""
+class Sampler(ABC):
+    """The policy of a run, of which it has the settings."""
 
     run_id: str
     config: RunConfig
     template: Template
-    pool: ReplicaPool
 
     def of_group(self, admission: Admission, prompt_ids: np.ndarray) -> Generation:
         """The request for the samples of a group. `prompt_ids`: int32 [p]."""
@@ -43,6 +43,7 @@ class Sampler:
             min_version=admission.version,
         )
 
+    @abstractmethod
     async def sample(
         self,
         wanted: Generation,
@@ -52,6 +53,22 @@ class Sampler:
         arrived: Callable[[PartialRollouts], None] | None = None,
     ) -> list[PartialRollout]:
         """See `generate`."""
+
+
+@dataclass(frozen=True)
+class ReplicaSampler(Sampler):
+    """The policy as the replicas of a run serve it."""
+
+    pool: ReplicaPool
+
+    async def sample(
+        self,
+        wanted: Generation,
+        partial: PartialRollouts | None = None,
+        next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
+        prefer: str | None = None,
+        arrived: Callable[[PartialRollouts], None] | None = None,
+    ) -> list[PartialRollout]:
         rollout = self.config.rollout
         return await generate(
             self.pool,

@@ -140,7 +140,8 @@ class TokenBudget:
         held = self._held()
         served = unplanned.version if held is None else min(unplanned.version, held)
         is_new, self._version = served != self._version, served
-        beyond = needed(unplanned, self._waiting(), self._groups, self._staleness)
+        others = unplanned.paused - self._recorded  # those of other orchestrators
+        beyond = needed(unplanned, self._waiting() | others, self._groups, self._staleness)
         for index, waiting in self._paused.items():
             for paused in waiting:
                 paused.beyond |= index in beyond
@@ -159,11 +160,12 @@ class TokenBudget:
             await self._partial_log.save(self._paused.keys())
             await self.update()
 
-    def take(self) -> dict[str, int]:
-        """Metrics since the last call: the number of samples that waited after using their budget, and the number of parts beyond it."""
+    def take(self) -> dict[str, tuple[float, int]]:
+        """The counts of an iteration's metrics since the last call: the number of samples that waited after using their budget, and of parts
+        beyond it."""
         waited, beyond = self._waited, self._beyond
         self._waited = self._beyond = 0
-        return {"rollout/paused_samples": waited, "rollout/parts_beyond_budget": beyond}
+        return {"rollout/paused_samples": (waited, 0), "rollout/parts_beyond_budget": (beyond, 0)}
 
     async def _pause(self, index: int, rollouts: PartialRollouts) -> bool:
         """Returns whether a part beyond the budget follows."""

@@ -1,23 +1,71 @@
-"""Pass rates of prompts: leaves out prompts that are always or never solved, and counts how often the others are.
+"""Which groups are left out: before they are sampled, those whose prompts are always or never solved; when they are scored, those whose
+samples have no gradient.
 
-Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor makes the same decisions.
+Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor makes the same decisions. During
+one iteration at most REFILL times its number of groups is dropped, so an iteration ends even if every prompt's scores are equal.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import xxhash
 
 from polyreme.config.recipes.recipe import SkipPrompts
 from polyreme.experience.ledger import Admission, ExperienceLog
 from polyreme.experience.pass_rates import Tally
 from polyreme.experience.records import GroupRecord
-from polyreme_trainer.algorithms.filters import reason_to_skip
+from polyreme.experience.shard import ONLY, Shard
+from polyreme_trainer.algorithms.filters import informative, reason_to_skip
 from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.orchestrator.prompts.prompt_order import retry_draw
 
+REFILL = 3
+"""Number of groups that may be dropped for each group of an iteration."""
+
+
+class DynamicSampling:
+    """Dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2): decides which groups are dropped, so that the log admits others in
+    their place, and counts them and their scores. Groups beyond the limit are kept and make the batch smaller: the algorithm leaves them out of
+    the loss and of its divisor.
+
+    Args:
+        enabled: whether groups are dropped at all.
+        groups: the number of groups of an iteration.
+        shard: the orchestrator, which may drop its share of the groups.
+    """
+
+    def __init__(self, enabled: bool, groups: int, shard: Shard = ONLY) -> None:
+        self._limit = shard.share(REFILL * groups) if enabled else 0
+        self._enabled = enabled
+        self._left = self._limit  # groups that may still be dropped in this iteration
+        self._dropped: list[float] = []
+        self._kept: list[float] = []
+
+    def drops(self, record: GroupRecord) -> bool:
+        """Whether to drop a scored group, so that another may take its place. Counts the group."""
+        scores = np.array([sample.score for sample in record.scored])
+        useless = self._left > 0 and not informative(scores, np.zeros(len(scores), dtype=np.int64)).any()
+        self._left -= useless
+        (self._dropped if useless else self._kept).append(record.mean_reward)
+        return useless
+
+    def next_iteration(self) -> None:
+        """The groups of an iteration are planned. As many may be dropped again."""
+        self._left = self._limit
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """The counts of an iteration's metrics since the last call: dropped groups, and the mean score of all groups, dropped ones included.
+        Resets them."""
+        scored = [*self._dropped, *self._kept]
+        counts = {"rollout/dropped_groups": (float(len(self._dropped)), 0)}
+        if scored:
+            counts["rollout/mean_score"] = (float(np.sum(scored)), len(scored))
+        self._dropped, self._kept = [], []
+        return counts if self._enabled else {}
+
 
 class PromptFilter:
-    """Decides which groups are skipped, and judges those that are not.
+    """Decides which groups are skipped, and counts how often the prompts of the others are solved.
 
     Args:
         rule: the rule of the recipe. None: nothing is skipped or counted.
@@ -50,15 +98,16 @@ class PromptFilter:
         self._samples, self._solved = self._samples + count, self._solved + solved
         return Tally(prompt_key(self._prompt_of(record.index)), count, solved)
 
-    def take(self) -> dict[str, float]:
-        """Metrics since the last call: skipped prompts, and the mean pass rate of those that were sampled. Resets the counts."""
+    def take(self) -> dict[str, tuple[float, int]]:
+        """The counts of an iteration's metrics since the last call: skipped prompts, and the mean pass rate of those that were sampled.
+        Resets them."""
         if self._rule is None:
             return {}
-        metrics = {"rollout/skipped_prompts": float(self._skipped)}
+        counts = {"rollout/skipped_prompts": (float(self._skipped), 0)}
         if self._samples:
-            metrics["rollout/pass_rate"] = self._solved / self._samples
+            counts["rollout/pass_rate"] = (self._solved, self._samples)
         self._skipped = self._samples = self._solved = 0
-        return metrics
+        return counts
 
 
 def prompt_key(prompt: Prompt) -> str:

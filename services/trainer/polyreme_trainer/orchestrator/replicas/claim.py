@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc
+from polyreme.api.v1 import rollout_pb2
+from polyreme_trainer.orchestrator.replicas.replica_calls import ReplicaCalls
 from polyreme_trainer.orchestrator.replicas.router import FAILURE_BACKOFF, Target
 from polyreme_trainer.orchestrator.replicas.straggler_detection import Pace
 
@@ -30,7 +31,7 @@ class Claim:
     """
 
     target: Target
-    stub: rollout_pb2_grpc.RolloutServiceStub
+    calls: ReplicaCalls
     tokens: int
     sequences: int
     pace: Pace

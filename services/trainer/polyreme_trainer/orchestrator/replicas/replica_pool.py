@@ -12,9 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Set
 from contextlib import asynccontextmanager
 
-import grpc
-
-from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog
@@ -25,6 +22,7 @@ from polyreme_trainer.orchestrator.replicas.claim import Claim, call_after
 from polyreme_trainer.orchestrator.replicas.claim_queue import ClaimQueue, Waiter
 from polyreme_trainer.orchestrator.replicas.idle_time import IdleTime
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
+from polyreme_trainer.orchestrator.replicas.replica_calls import ReplicaCalls
 from polyreme_trainer.orchestrator.replicas.router import SUSPENSION, Candidates, Target, fair_share
 from polyreme_trainer.orchestrator.replicas.straggler_detection import Pace, stragglers
 
@@ -32,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 STRAGGLER_CHECK_INTERVAL = 0.5
 SHARE_SECONDS = 10.0
-"""Seconds after a version is first staged in which samples are kept for replicas that have yet to stage it."""
 GRANT_SECONDS_PER_REPLICA = 50e-6
 """Seconds between two looks at all replicas for waiting claims, for each replica: such looks cost a bounded share of the processor."""
 CHECKS_PER_TIMEOUT = 10
@@ -43,25 +40,34 @@ class ReplicaPool:
     """Replicas by lease and commit.
 
     Args:
+        experience: the log, with the orchestrator's shard.
         start_timeout: seconds without a usable replica after which the run fails.
-        capacity: number of samples that a replica decodes at once.
+        capacity: number of samples that a replica decodes at once, of all orchestrators.
         security: security settings of the replicas' ports.
+        share_seconds: seconds after a version is first staged in which samples are kept for replicas that have yet to stage it.
 
     Attributes:
         targets: the replicas by id.
         held: the version at which replicas are held for its evaluation; None: they follow the newest.
+        is_shared: whether other orchestrators use the replicas too. Each then takes its share of their capacity, so that work waits here.
         idle_time: idle time of the replicas.
     """
 
     def __init__(
-        self, run: Run, experience: ExperienceLog, start_timeout: float, capacity: int, security: SecurityConfig | None = None
+        self,
+        run: Run,
+        experience: ExperienceLog,
+        start_timeout: float,
+        capacity: int,
+        security: SecurityConfig | None = None,
+        share_seconds: float = SHARE_SECONDS,
     ) -> None:
-        self._security = security
-        self._run, self._experience, self._start_timeout, self._capacity = run, experience, start_timeout, capacity
+        self._security, self._share_seconds = security, share_seconds
+        self._run, self._experience, self._start_timeout = run, experience, start_timeout
+        self._capacity, self._shard = capacity, experience.shard
         self._servers = LiveServers(run, "rollout")
         self.targets: dict[str, Target] = {}
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[str, rollout_pb2_grpc.RolloutServiceStub] = {}
+        self._connections: dict[str, ReplicaCalls] = {}
         self._paces: dict[str, Pace] = {}
         self._claims: set[Claim] = set()
         self._served: dict[str, tuple[int, int]] = {}
@@ -73,6 +79,7 @@ class ReplicaPool:
         self._next_grant = 0.0  # monotonic seconds
         self._granting: asyncio.TimerHandle | None = None
         self.held: int | None = None
+        self.is_shared = True
         self._asleep = False
         self.idle_time = IdleTime(time.monotonic())
 
@@ -104,8 +111,7 @@ class ReplicaPool:
         for new in joined:
             self.targets[new], self._paces[new] = Target(new), Pace()
             self.idle_time.joined(new, time.monotonic())
-            self._channels[new] = rpc.connect(leases[new].address, self._security)
-            self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
+            self._connections[new] = ReplicaCalls(rpc.connect(leases[new].address, self._security))
             logger.info("replica %s at %s joined", new, leases[new].address)
         await self.take_commits(joined)
 
@@ -126,8 +132,8 @@ class ReplicaPool:
             newest = target.version if target.staged is None else target.staged
             if newest is not None and (target.term, newest) > self._newest:
                 self._newest = target.term, newest
-                self._shared_until = time.monotonic() + SHARE_SECONDS
-                call_after(SHARE_SECONDS, self._grant_claims)
+                self._shared_until = time.monotonic() + self._share_seconds
+                call_after(self._share_seconds, self._grant_claims)
         self._grant_claims()
 
     def _take_commit(self, commit: Line) -> None:
@@ -221,7 +227,7 @@ class ReplicaPool:
 
     def _candidates(self, min_version: int) -> Candidates:
         now, targets = time.monotonic(), self.targets.values()
-        capacity: float = self._capacity
+        capacity: float = self._shard.share(self._capacity) if self.is_shared else self._capacity
         if now < self._shared_until:
             waiting = self._queue.sequences(min_version)
             capacity = min(capacity, fair_share(targets, min_version=min_version, term=self._term, now=now, waiting=waiting))
@@ -229,9 +235,8 @@ class ReplicaPool:
 
     def _begin(self, target: Target, waiter: Waiter) -> Claim:
         now = time.monotonic()
-        claim = Claim(
-            *(target, self._stubs[target.id], waiter.tokens, waiter.sequences, self._paces[target.id], now, self._grant_claims)
-        )
+        calls, pace = self._connections[target.id], self._paces[target.id]
+        claim = Claim(target, calls, waiter.tokens, waiter.sequences, pace, now, self._grant_claims)
         self._claims.add(claim)
         self.idle_time.began(target.id, now)
         return claim
@@ -262,14 +267,13 @@ class ReplicaPool:
                 )
 
     async def _remove(self, *replicas: str) -> None:
-        now, channels = time.monotonic(), []
+        now, ending = time.monotonic(), []
         self._cut_calls(frozenset(replicas))
         for replica in replicas:
             self.idle_time.left(replica, now)
-            del self.targets[replica], self._stubs[replica], self._paces[replica]
-            channels.append(self._channels.pop(replica))
-        # The calls end at once, by their deadline. A channel closed under a call would look like a cancellation of its task.
-        await asyncio.gather(*(channel.close(grace=1.0) for channel in channels))
+            del self.targets[replica], self._paces[replica]
+            ending.append(self._connections.pop(replica))
+        await asyncio.gather(*(calls.close() for calls in ending))
 
     def _cut_calls(self, replicas: Set[str]) -> None:
         """Ends the calls on these targets."""

@@ -7,7 +7,7 @@ attempt fails; no number ever replaces it. A server that leaves may still answer
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -32,12 +32,43 @@ from polyreme_trainer.orchestrator.scoring.score_call import (
     outcome_of,
     verdict_of,
 )
-from polyreme_trainer.orchestrator.scoring.scoring_health import ScoringHealth
 
 logger = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(first=0.5, longest=5.0)
 _SERVER_REST_SECONDS = 5.0  # seconds for which a failed server is the last choice
+
+
+@dataclass
+class ScoringHealth:
+    """Whether scoring as a whole is down, or only some groups fail. Pure; time is an argument.
+
+    It is down when no server answers, or when two groups got only failures. A single such group may be a bad row.
+
+    Attributes:
+        outage_timeout: seconds that an outage may last, with admission paused, before failures count.
+        proven: whether anything was ever scored in this run. Until then, an error of the rewards themselves is not an outage.
+        down_since: time of the first failure since the last success.
+    """
+
+    outage_timeout: float
+    proven: bool = True
+    down_since: float | None = None
+    announced: bool = False
+    _suspects: set[Hashable] = field(default_factory=set)
+
+    def succeeded(self) -> None:
+        self.proven, self.down_since, self.announced = True, None, False
+        self._suspects.clear()
+
+    def failed(self, now: float, *who: Hashable) -> None:
+        """Records that the groups `who` got only failures; without `who`, that no server answered."""
+        if self.down_since is None:
+            self.down_since = now
+        self._suspects |= set(who or ("the servers", "themselves"))
+
+    def waits(self, now: float) -> bool:
+        return self.down_since is not None and len(self._suspects) > 1 and now - self.down_since < self.outage_timeout
 
 
 @dataclass(eq=False)
@@ -89,6 +120,7 @@ class RewardClient:
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
         token_texts: the text of each token id, for servers with a reward that reads tokens.
         proven: see `ScoringHealth`.
+        backoff: the pauses between two attempts.
 
     Attributes:
         measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
@@ -96,9 +128,14 @@ class RewardClient:
     """
 
     def __init__(
-        self, run: Run, config: RewardConfig, token_texts: Callable[[Sequence[int]], list[str]], proven: bool = True
+        self,
+        run: Run,
+        config: RewardConfig,
+        token_texts: Callable[[Sequence[int]], list[str]],
+        proven: bool = True,
+        backoff: Backoff = RETRY_BACKOFF,
     ) -> None:
-        self._run, self._config, self._token_texts = run, config, token_texts
+        self._run, self._config, self._token_texts, self._backoff = run, config, token_texts, backoff
         self._leases = LiveServers(run, "reward")
         self._servers: dict[str, _Server] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -177,7 +214,7 @@ class RewardClient:
             attempts += outcome.counts
             await self._judge(outcome, attempts, f"{len(questions) - len(scored)} of {len(questions)} samples")
             retries += 1
-            seconds = outcome.retry_after or RETRY_BACKOFF.draw(retries)
+            seconds = outcome.retry_after or self._backoff.draw(retries)
             with suppress(TimeoutError):  # a server that joins is used at once
                 async with asyncio.timeout(seconds):
                     await self._joined.wait()

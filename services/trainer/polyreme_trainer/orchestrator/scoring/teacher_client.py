@@ -61,13 +61,14 @@ class TeacherClient:
     Args:
         run: receives the notices.
         config: the section `teacher`.
+        backoff: the pauses between two requests of which the first has failed.
 
     Raises:
         ConfigError: a file or token of `config.security` cannot be used.
     """
 
-    def __init__(self, run: Run, config: TeacherConfig) -> None:
-        self._run, self._config = run, config
+    def __init__(self, run: Run, config: TeacherConfig, backoff: Backoff = RETRY_BACKOFF) -> None:
+        self._run, self._config, self._backoff = run, config, backoff
         self._servers = [_Server(url) for url in config.urls]
         self._places = asyncio.Semaphore(config.concurrency)
         self._answered_at = float("-inf")
@@ -158,7 +159,7 @@ class TeacherClient:
                 failures += 1
                 server.rest_until = time.monotonic() + _REST_SECONDS
                 await self._judge(failures, since, str(failure))
-                await asyncio.sleep(max(RETRY_BACKOFF.draw(failures), failure.wait))
+                await asyncio.sleep(max(self._backoff.draw(failures), failure.wait))
             else:
                 self._answered_at, self._down_since = time.monotonic(), None
                 return answer

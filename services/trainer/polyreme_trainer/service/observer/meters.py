@@ -11,8 +11,8 @@ import numpy as np
 from polyreme.experience.metric_records import StageStep
 from polyreme_trainer.service.batch import Batch
 
-_TRAINED = ("weights", "advantages")
-"""Inputs of losses that are 0 for a token that is not trained on."""
+_TRAINED = ("weights", "advantages", "mask")
+"""Inputs of losses that are 0 for a token that is not trained on. The first one that a loss has counts."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class StepMeters:
         meter.loss += loss
         meter.tokens += tokens
         meter.sequences += len(batch.inputs)
-        meter.trained += sum(int(np.count_nonzero(batch.columns[name])) for name in _TRAINED if name in batch.columns)
+        meter.trained += int(np.count_nonzero(next(batch.columns[name] for name in _TRAINED if name in batch.columns)))
 
     def add_step(self, model: str, norm: float, lr: float, steps: int) -> None:
         """Counts an optimizer step, which ends what the meter measures. `steps`: of the optimizer."""

@@ -140,7 +140,8 @@ class Observer:
 
     async def _create(self, model: str, folder: Path) -> None:
         record = await self._log.record("model", model) or {}
-        settings = {"name": model, "stage": SERVICE, "tenant": self.name_of(tenant_in(model)), "base_model": self._base_model}
+        base_model = record.get("base_model", self._base_model)
+        settings = {"name": model, "stage": SERVICE, "tenant": self.name_of(tenant_in(model)), "base_model": base_model}
         known = {"rank": int(record.get("rank", 0)), "user_metadata": json.loads(record.get("metadata", "{}"))}
         write_atomically(folder / "config.yaml", yaml.safe_dump({**settings, **known}, sort_keys=False))
         if (self._folder / VOCABULARY).exists() and not (folder / VOCABULARY).exists():

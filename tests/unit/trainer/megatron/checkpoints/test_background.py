@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from polyreme.errors import UnavailableError
-from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
+from polyreme_trainer.megatron.checkpoints.checkpoint_writer import BackgroundWork
 
 GENEROUS = 60.0
 

@@ -16,7 +16,7 @@ from polyreme.rundir.checkpoint_manifest import checkpoint_path
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import LeaderError, Ranks
 from polyreme_trainer.megatron import atomic
-from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
+from polyreme_trainer.megatron.checkpoints import checkpoint
 from polyreme_trainer.megatron.checkpoints.checkpoint import RankContents, find, newest
 from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.huggingface.export import Export
@@ -132,11 +132,8 @@ def test_an_export_that_fails_leaves_no_checkpoint_without_one(writer: Checkpoin
     assert numbers(root) == [4] and unfinished(root) == []
 
 
-def test_a_save_beyond_its_deadline_is_an_error_by_name(
-    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_writer, "WRITE_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint_writer, "POLL_SECONDS", 0.01)
+def test_a_save_beyond_its_deadline_is_an_error_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    writer = CheckpointWriter(ranks, write_seconds=0.0, poll_seconds=0.01)
     may_end = threading.Event()
 
     def facts() -> dict[str, Any]:

@@ -7,9 +7,9 @@ import pytest
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron.checkpoints import frozen_weights
+from polyreme_trainer.megatron.checkpoints import saves
 from polyreme_trainer.megatron.checkpoints.checkpoint import weights_digest
-from polyreme_trainer.megatron.checkpoints.frozen_weights import FrozenWeights
+from polyreme_trainer.megatron.checkpoints.saves import FrozenWeights
 
 
 def weights(folder: Path, content: bytes = b"weights") -> Path:
@@ -36,7 +36,7 @@ def test_a_directory_is_read_once_and_beside_the_heartbeat(tmp_path: Path, ranks
         read.append((directory, threading.current_thread() is threading.main_thread()))
         return weights_digest(directory)
 
-    monkeypatch.setattr(frozen_weights, "weights_digest", digest)
+    monkeypatch.setattr(saves, "weights_digest", digest)
     directories = dict.fromkeys(("model.path", "reference"), weights(tmp_path / "model"))
     recorded = FrozenWeights(ranks).record(directories)
     assert read == [(tmp_path / "model", True)]  # in the thread of a save

@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyreme_trainer.megatron.layers import logprobs
 from polyreme_trainer.megatron.layers.logprobs import Head, token_logprobs
 
 TEMPERATURES = [1.0, 0.7]
 
 
-def head(valid: int, temperature: float = 1.0, with_entropy: bool = False) -> Head:
-    return Head(torch.nn.functional.linear, 0, valid, temperature, None, with_entropy)
+def head(valid: int, temperature: float = 1.0, with_entropy: bool = False, block_logits: int | None = None) -> Head:
+    return Head(torch.nn.functional.linear, 0, valid, temperature, None, with_entropy, block_logits)
 
 
 def random_layer(tokens: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -30,16 +29,13 @@ def objective(results: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(("limit", "valid"), [(2**25, 37), (1, 37), (1, 10)])
-def test_values_and_gradients_are_those_of_torch(
-    limit: int, valid: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_are_those_of_torch(limit: int, valid: int, temperature: float, with_entropy: bool) -> None:
     """Tested with one block, with three blocks of which the last one has padding, and with one block that omits only padding."""
-    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", limit)
     layer = random_layer(7, 48)
     targets = torch.tensor([0, 4, 36, 15, 16, 31, 32]) % valid
     distribution = torch.distributions.Categorical(logits=(layer[0] @ layer[1].t())[:, :valid] / temperature)
     want = [distribution.log_prob(targets), distribution.entropy()][: 1 + with_entropy]
-    got = token_logprobs(*layer, targets, head(valid, temperature, with_entropy))
+    got = token_logprobs(*layer, targets, head(valid, temperature, with_entropy, limit))
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -83,10 +79,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_the_logits_never_exist_together(with_entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_never_exist_together(with_entropy: bool) -> None:
     """In forward and backward passes, no tensor is larger than a block or the layer's weight."""
-    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", 64 * 32)
     layer = random_layer(64, 320)
     with Largest() as largest:
-        objective(token_logprobs(*layer, torch.arange(64), head(311, with_entropy=with_entropy))).backward()
-    assert 0 < largest.elements <= max(logprobs.BLOCK_LOGITS, layer[1].numel()) < 64 * 311
+        objective(token_logprobs(*layer, torch.arange(64), head(311, with_entropy=with_entropy, block_logits=64 * 32))).backward()
+    assert 0 < largest.elements <= max(64 * 32, layer[1].numel()) < 64 * 311

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polyreme.config.trainer import OffloadConfig
-from polyreme_trainer.megatron.offload import optimizer_parts
 from polyreme_trainer.megatron.offload.fragments import MASTER, Fragment
 from polyreme_trainer.megatron.offload.host_memory import HostMemory
 from polyreme_trainer.megatron.offload.optimizer_parts import OptimizerParts, cut
@@ -37,11 +36,10 @@ def bytes_on_device(fragments: list[Fragment]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_parts_are_the_bits_of_whole_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_parts, "PART_BYTES", 1000)
+def test_steps_of_parts_are_the_bits_of_whole_steps(dtype: torch.dtype) -> None:
     whole, moved = fragments_of(dtype), fragments_of(dtype)
     host = HostMemory(OffloadConfig(optimizer=True), pin=False)
-    parts = OptimizerParts(moved, host)
+    parts = OptimizerParts(moved, host, part_bytes=1000)
     assert bytes_on_device(moved) == 0
     for step in range(3):
         for fragments in (whole, moved):
@@ -61,10 +59,9 @@ def test_steps_of_parts_are_the_bits_of_whole_steps(dtype: torch.dtype, monkeypa
     assert host.take_moves().nbytes > 0 == host.take_moves().nbytes
 
 
-def test_a_visit_brings_one_part_and_keeps_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_parts, "PART_BYTES", 1000)
+def test_a_visit_brings_one_part_and_keeps_what_it_changes() -> None:
     fragments = fragments_of(torch.bfloat16)
-    parts = OptimizerParts(fragments, HostMemory(OffloadConfig(optimizer=True), pin=False))
+    parts = OptimizerParts(fragments, HostMemory(OffloadConfig(optimizer=True), pin=False), part_bytes=1000)
     visited = []
     for number, part in enumerate(parts.visits()):
         assert bytes_on_device(fragments) == sum(4 * fragment.main.numel() for fragment in part)
@@ -75,10 +72,9 @@ def test_a_visit_brings_one_part_and_keeps_what_it_changes(monkeypatch: pytest.M
     assert [parts.now(each, each.main).unique().tolist() for each in fragments] == [[0], [1], [2], [2]]
 
 
-def test_a_part_is_as_large_as_allowed_or_one_fragment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_as_large_as_allowed_or_one_fragment() -> None:
     fragments = fragments_of(torch.float32)
     assert [each.state_bytes for each in fragments] == [8 * size for size in SIZES]
     for limit, expected in ((0, [1, 1, 1, 1]), (8 * 307, [2, 2]), (10**6, [4])):
-        monkeypatch.setattr(optimizer_parts, "PART_BYTES", limit)
-        assert [len(part) for part in cut(fragments)] == expected
-    assert cut([]) == []
+        assert [len(part) for part in cut(fragments, limit)] == expected
+    assert cut([], 1000) == []

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from metric_rows import REPLAY
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
@@ -17,7 +18,6 @@ from polyreme_trainer.megatron.huggingface.families import read_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from polyreme_trainer.megatron.training.replay import decode_routes, mismatch
-from polyreme_trainer.observe.registry import REPLAY
 from support.configs import GLM4_MOE, MIXTRAL
 
 

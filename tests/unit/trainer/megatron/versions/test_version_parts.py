@@ -3,7 +3,7 @@
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.versions.version_parts import machine_of, plan_parts
+from polyreme_trainer.megatron.versions.version_writer import machine_of, plan_parts
 
 
 def test_stages_and_expert_ranks_give_each_machine_a_part() -> None:

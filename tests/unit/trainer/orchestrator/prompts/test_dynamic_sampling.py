@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from polyreme.experience.records import GroupRecord, SampleRecord
-from polyreme_trainer.orchestrator.prompts.dynamic_sampling import REFILL, DynamicSampling
+from polyreme.experience.shard import Shard
+from polyreme_trainer.orchestrator.prompts.prompt_filter import REFILL, DynamicSampling
 
 
 def group(*scores: float) -> GroupRecord:
@@ -18,10 +19,20 @@ def test_equal_scores_are_dropped_up_to_the_bound_and_counted() -> None:
     assert not sampling.drops(group(0.0, 1.0))
     assert [sampling.drops(group(1.0, 1.0)) for _ in range(2 * REFILL + 1)] == [True] * 2 * REFILL + [False]
     assert sampling.take() == {
-        "rollout/dropped_groups": 2 * REFILL,
-        "rollout/mean_score": pytest.approx((0.5 + 2 * REFILL + 1) / (2 * REFILL + 2)),
+        "rollout/dropped_groups": (2 * REFILL, 0),
+        "rollout/mean_score": (pytest.approx(0.5 + 2 * REFILL + 1), 2 * REFILL + 2),
     }
-    assert sampling.drops(group(0.1 + 0.2, 0.3))  # the next iteration; equal but for rounding
+    assert not sampling.drops(group(1.0, 1.0)), "what was counted is no iteration"
+    sampling.next_iteration()
+    assert sampling.drops(group(0.1 + 0.2, 0.3))  # equal but for rounding
+
+
+def test_orchestrators_share_the_bound() -> None:
+    dropped = 0
+    for number in range(3):
+        sampling = DynamicSampling(True, groups=5, shard=Shard(number, 3))
+        dropped += sum(sampling.drops(group(1.0, 1.0)) for _ in range(5 * REFILL))
+    assert dropped == 5 * REFILL
 
 
 def test_nothing_is_dropped_or_recorded_without_dynamic_sampling() -> None:

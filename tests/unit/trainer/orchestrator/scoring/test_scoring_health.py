@@ -1,6 +1,6 @@
 """The conditions under which scoring as a whole counts as down."""
 
-from polyreme_trainer.orchestrator.scoring.scoring_health import ScoringHealth
+from polyreme_trainer.orchestrator.scoring.reward_client import ScoringHealth
 
 
 def test_health() -> None:

@@ -1,0 +1,1 @@
+"""Groups: what makes one, the tasks that bring those in flight into the experience log, and what is counted meanwhile."""
