@@ -199,7 +199,7 @@ def speed(place: Place) -> dict[str, Any]:
 def context(place: Place) -> dict[str, Any]:
     """Seconds and peak bytes of an optimizer step on one long sequence, over those of plain torch with its flash attention; for the longest also
     with recomputed MLPs."""
-    shape, widths = ("tiny", (512, 1024)) if place.on_cpu else ("long", (2048, 8192, 32_768))
+    shape, widths = ("tiny", (512, 1024)) if place.on_cpu else ("long", (2048, 8192, 12_000, 32_768))
     path = shape_config(shape, place)
     model = plain_model(place, shape)
     plain = partial(plain_loop_step, model, torch.optim.AdamW(model.parameters(), lr=LR))

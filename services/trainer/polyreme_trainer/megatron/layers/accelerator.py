@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from polyreme_trainer.megatron.batches.packing import Packing
 from polyreme_trainer.megatron.layers.activation import OPTIONS
@@ -18,9 +19,10 @@ from polyreme_trainer.megatron.layers.block import Parts
 from polyreme_trainer.megatron.layers.spec import ModelSpec
 from polyreme_trainer.megatron.mcore import linear_with_grad_accumulation_and_async_allreduce
 
-BATCHED = 24_576
+BATCHED = 8192
 """From this length on, whole sequences of one length are a batch of torch's ordinary attention. On Hopper its kernels, cuDNN's, take two
-thirds of the time of those for packed sequences, but prepare each new length for 0.1 s, which shorter sequences do not earn back."""
+thirds of the time of those for packed sequences, but prepare each new shape for 0.1 s: so lengths are padded to a multiple of `STEP`."""
+STEP = 1024
 FLASH_WIDTH = 256
 """The largest head that torch's kernel takes; its width must be a multiple of 8."""
 NPU_SEQUENCES = 1024
@@ -29,9 +31,13 @@ NPU_SEQUENCES = 1024
 
 def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
     """As `in_blocks`, with torch's flash attention over packed sequences where torch has a kernel."""
-    if window is None and packing.lengths[0] >= BATCHED and len({*packing.lengths, *packing.key_lengths}) == 1:
-        q, k, v = (each.unflatten(0, (len(packing.lengths), -1)).transpose(1, 2) for each in (query, key, value))
-        return causal_attention(q, k, v, scale).transpose(1, 2).flatten(0, 1)
+    length = packing.lengths[0]
+    if window is None and length >= BATCHED and len({*packing.lengths, *packing.key_lengths}) == 1:
+        batch = [each.unflatten(0, (-1, length)) for each in (query, key, value)]
+        if missing := -length % STEP:  # at the end, where no token of the sequence attends to them
+            batch = [pad(each, (0, 0, 0, 0, 0, missing)) for each in batch]
+        q, k, v = (each.transpose(1, 2) for each in batch)
+        return causal_attention(q, k, v, scale).transpose(1, 2)[:, :length].flatten(0, 1)
     if query.dtype == torch.float32 or query.shape[2] % 8 or query.shape[2] > FLASH_WIDTH:
         return in_blocks(query, key, value, packing, scale, window)
     from torch.nn.attention import varlen  # torch_npu's torch has it with other parameters

@@ -15,7 +15,7 @@ from polyreme_trainer.megatron.batches.attention_blocks import CALL_FLOPS, plan_
 from polyreme_trainer.megatron.batches.attention_layout import cut_blocks
 from polyreme_trainer.megatron.batches.context_cut import cut_sequences
 from polyreme_trainer.megatron.batches.packing import PackedIds, Packing, packing
-from polyreme_trainer.megatron.layers.accelerator import flash
+from polyreme_trainer.megatron.layers.accelerator import BATCHED, flash
 from polyreme_trainer.megatron.layers.attention import in_blocks, in_halves, masked_attention, merged_attention, of_copies
 
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -227,3 +227,9 @@ def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None
         query, key, value = (torch.randn(9, heads, width, dtype=dtype) for heads in (4, 2, 2))
         made = packed([4, 5], dtype=dtype)
         torch.testing.assert_close(flash(query, key, value, made, 0.7, window), in_blocks(query, key, value, made, 0.7, window))
+
+
+def test_long_sequences_of_one_length_are_padded_for_torchs_attention() -> None:
+    query, key, value = (torch.randn(2 * (BATCHED + 1), heads, 8) for heads in (2, 1, 1))
+    made = packed([BATCHED + 1] * 2, dtype=torch.float32)
+    torch.testing.assert_close(flash(query, key, value, made, 0.7, None), in_blocks(query, key, value, made, 0.7, None))
