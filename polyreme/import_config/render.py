@@ -5,7 +5,6 @@ and every other key in a list. Pure.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import yaml
 
@@ -53,7 +52,7 @@ def _reason(entry: Entry) -> str:
     return f"ANOTHER KIND OF RUN: {entry.note}" if entry.fate is Fate.ANOTHER_RUN else entry.note
 
 
-def _tree(values: Mapping[str, Any]) -> Tree:
+def _tree(values: Mapping[str, object]) -> Tree:
     order = {key: place for place, key in enumerate(known_keys(RunConfig))} | {"algorithm.preset": -1}
     tree: Tree = {name: {} for name in RunConfig.model_fields}
     for key, value in sorted(values.items(), key=lambda item: order.get(item[0], len(order))):

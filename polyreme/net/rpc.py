@@ -21,10 +21,10 @@ from polyreme.net.ports import affordable_connections, join
 PENDING_CALLS = 1 << 14
 """Maximum number of calls that a server has not begun. gRPC itself cancels some of them beyond 1,000, and all beyond 3,000 or after 30 s, without
 a word; more episodes than that may begin at once. A service refuses by its own bounds, and says so."""
-_MAX_MESSAGE_BYTES = 32 << 20
+MAX_MESSAGE_BYTES = 32 << 20
 CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_frame_size", 1 << 20),  # fewer frames halve the work of a weight stream
     ("grpc.http2.write_buffer_size", 4 << 20),
     ("grpc.keepalive_time_ms", 20_000),

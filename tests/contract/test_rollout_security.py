@@ -23,7 +23,7 @@ from polyreme.process.lifecycle import StopEvent
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
-from polyreme_trainer.orchestrator.replicas.replica_calls import ReplicaCalls
+from polyreme_trainer.orchestrator.replicas.claim import replica_calls
 from support.certificates import issue
 from support.configs import run_config
 
@@ -78,7 +78,7 @@ async def test_nothing_but_probes_is_answered_without_the_token(
                 async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=300):
                     pass
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                async for _ in ReplicaCalls(channel).generate(rollout_pb2.GenerateRequest()):
+                async for _ in replica_calls(channel).begin(rollout_pb2.GenerateRequest()):
                     pass
             health = health_pb2_grpc.HealthStub(channel)
             assert (

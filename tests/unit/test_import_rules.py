@@ -184,7 +184,7 @@ CORE_ARROWS = {
     "terminal": {"config", "errors"},
     "gateway": {"experience", "net", "config", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
-    "net": {"config", "process", "errors"},
+    "net": {"config", "process", "errors", "api"},
     "weights": {"errors", "api"},
     "hub": {"config", "errors"},
     "import_config": {"config", "errors"},

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from polyreme.api.v1 import calls_pb2 as polyreme_dot_api_dot_v1_dot_calls__pb2
 from polyreme.api.v1 import experience_pb2 as polyreme_dot_api_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!polyreme/api/v1/environment.proto\x12\x0fpolyreme.api.v1\x1a polyreme/api/v1/experience.proto\"\x91\x01\n\nRunRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.polyreme.api.v1.StartH\x00\x12)\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.AnswerH\x00\x12\'\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x16.polyreme.api.v1.DeltaH\x00\x42\x06\n\x04\x62ody\"<\n\x05Start\x12\x10\n\x08row_json\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\"\x8a\x02\n\x06\x41nswer\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03raw\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0c\n\x04over\x18\x04 \x01(\x08\x12\x0e\n\x06is_cut\x18\x05 \x01(\x08\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12,\n\x07sampled\x18\x08 \x01(\x0b\x32\x1b.polyreme.api.v1.TurnTokens\x12\x0e\n\x06number\x18\t \x01(\r\x12\x14\n\x0cseconds_left\x18\n \x01(\x01\x12\x12\n\nin_thought\x18\x0b \x01(\x08\x12\x0e\n\x06record\x18\x0c \x01(\x0c\x12\x16\n\x0eoldest_version\x18\r \x01(\x04\"\xfe\x01\n\x0bSessionTurn\x12\x12\n\ntrajectory\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x0c\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x0e\n\x06routes\x18\x05 \x01(\x0c\x12+\n\x05spans\x18\x06 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\x12\x34\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12\x10\n\x08replicas\x18\x08 \x03(\t\x12\x0f\n\x07seconds\x18\t \x01(\x01\x12\x15\n\rmessages_json\x18\n \x01(\t\"\x89\x01\n\x0fSessionExchange\x12\x14\n\x0crequest_json\x18\x01 \x01(\t\x12\'\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.Answer\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\x12(\n\x05\x63\x61lls\x18\x04 \x03(\x0b\x32\x19.polyreme.api.v1.ToolCall\"Q\n\x05\x44\x65lta\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x12\n\nin_thought\x18\x04 \x01(\x08\"O\n\nTurnTokens\x12\x13\n\x0b\x63ontext_ids\x18\x01 \x03(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05texts\x18\x04 \x03(\t\"\x98\x01\n\x0bRunResponse\x12#\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x14.polyreme.api.v1.AskH\x00\x12)\n\x06\x65nding\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.EndingH\x00\x12\x31\n\nwithdrawal\x18\x03 \x01(\x0b\x32\x1b.polyreme.api.v1.WithdrawalH\x00\x42\x06\n\x04\x62ody\"\x1c\n\nWithdrawal\x12\x0e\n\x06number\x18\x01 \x01(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa6\x02\n\x03\x41sk\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.polyreme.api.v1.ChatMessage\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12(\n\x05\x63\x61lls\x18\x05 \x03(\x0b\x32\x19.polyreme.api.v1.ToolCall\x12,\n\x05\x61gent\x18\x06 \x01(\x0b\x32\x1d.polyreme.api.v1.AgentRequest\x12\x32\n\x07rewards\x18\x07 \x03(\x0b\x32!.polyreme.api.v1.Ask.RewardsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb4\x02\n\x0c\x41gentRequest\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06prompt\x18\x06 \x01(\tH\x01\x88\x01\x01\x12\x13\n\x0b\x63ontext_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x14\n\x0cwants_tokens\x18\t \x01(\x08\x12\x0e\n\x06number\x18\n \x01(\r\x12\x0f\n\x07streams\x18\x0b \x01(\x08\x12\x10\n\x08stop_ids\x18\x0c \x03(\r\x12\x0f\n\x07session\x18\r \x01(\t\x12\x0f\n\x07records\x18\x0e \x03(\x0c\x42\x0e\n\x0c_temperatureB\t\n\x07_prompt\"\xaa\x02\n\x06\x45nding\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12\x31\n\x05parts\x18\x02 \x03(\x0b\x32\".polyreme.api.v1.Ending.PartsEntry\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12(\n\x05\x63\x61lls\x18\x05 \x03(\x0b\x32\x19.polyreme.api.v1.ToolCall\x12\x35\n\x07rewards\x18\x06 \x03(\x0b\x32$.polyreme.api.v1.Ending.RewardsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32Z\n\x12\x45nvironmentService\x12\x44\n\x03Run\x12\x1b.polyreme.api.v1.RunRequest\x1a\x1c.polyreme.api.v1.RunResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!polyreme/api/v1/environment.proto\x12\x0fpolyreme.api.v1\x1a\x1bpolyreme/api/v1/calls.proto\x1a polyreme/api/v1/experience.proto\"W\n\x0eRunManyRequest\x12\x35\n\x08requests\x18\x01 \x03(\x0b\x32#.polyreme.api.v1.NumberedRunRequest\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"R\n\x12NumberedRunRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.polyreme.api.v1.RunRequest\"J\n\x0fRunManyResponse\x12\x37\n\tresponses\x18\x01 \x03(\x0b\x32$.polyreme.api.v1.NumberedRunResponse\"\x82\x01\n\x13NumberedRunResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x08response\x18\x02 \x01(\x0b\x32\x1c.polyreme.api.v1.RunResponse\x12+\n\x06status\x18\x03 \x01(\x0b\x32\x1b.polyreme.api.v1.CallStatus\"\x91\x01\n\nRunRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.polyreme.api.v1.StartH\x00\x12)\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.AnswerH\x00\x12\'\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x16.polyreme.api.v1.DeltaH\x00\x42\x06\n\x04\x62ody\"<\n\x05Start\x12\x10\n\x08row_json\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\"\x8a\x02\n\x06\x41nswer\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03raw\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0c\n\x04over\x18\x04 \x01(\x08\x12\x0e\n\x06is_cut\x18\x05 \x01(\x08\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12,\n\x07sampled\x18\x08 \x01(\x0b\x32\x1b.polyreme.api.v1.TurnTokens\x12\x0e\n\x06number\x18\t \x01(\r\x12\x14\n\x0cseconds_left\x18\n \x01(\x01\x12\x12\n\nin_thought\x18\x0b \x01(\x08\x12\x0e\n\x06record\x18\x0c \x01(\x0c\x12\x16\n\x0eoldest_version\x18\r \x01(\x04\"\xfe\x01\n\x0bSessionTurn\x12\x12\n\ntrajectory\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x0c\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x0e\n\x06routes\x18\x05 \x01(\x0c\x12+\n\x05spans\x18\x06 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\x12\x34\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12\x10\n\x08replicas\x18\x08 \x03(\t\x12\x0f\n\x07seconds\x18\t \x01(\x01\x12\x15\n\rmessages_json\x18\n \x01(\t\"\x89\x01\n\x0fSessionExchange\x12\x14\n\x0crequest_json\x18\x01 \x01(\t\x12\'\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.Answer\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\x12(\n\x05\x63\x61lls\x18\x04 \x03(\x0b\x32\x19.polyreme.api.v1.ToolCall\"Q\n\x05\x44\x65lta\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x12\n\nin_thought\x18\x04 \x01(\x08\"O\n\nTurnTokens\x12\x13\n\x0b\x63ontext_ids\x18\x01 \x03(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05texts\x18\x04 \x03(\t\"\x98\x01\n\x0bRunResponse\x12#\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x14.polyreme.api.v1.AskH\x00\x12)\n\x06\x65nding\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.EndingH\x00\x12\x31\n\nwithdrawal\x18\x03 \x01(\x0b\x32\x1b.polyreme.api.v1.WithdrawalH\x00\x42\x06\n\x04\x62ody\"\x1c\n\nWithdrawal\x12\x0e\n\x06number\x18\x01 \x01(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa6\x02\n\x03\x41sk\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.polyreme.api.v1.ChatMessage\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12(\n\x05\x63\x61lls\x18\x05 \x03(\x0b\x32\x19.polyreme.api.v1.ToolCall\x12,\n\x05\x61gent\x18\x06 \x01(\x0b\x32\x1d.polyreme.api.v1.AgentRequest\x12\x32\n\x07rewards\x18\x07 \x03(\x0b\x32!.polyreme.api.v1.Ask.RewardsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb4\x02\n\x0c\x41gentRequest\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06prompt\x18\x06 \x01(\tH\x01\x88\x01\x01\x12\x13\n\x0b\x63ontext_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x14\n\x0cwants_tokens\x18\t \x01(\x08\x12\x0e\n\x06number\x18\n \x01(\r\x12\x0f\n\x07streams\x18\x0b \x01(\x08\x12\x10\n\x08stop_ids\x18\x0c \x03(\r\x12\x0f\n\x07session\x18\r \x01(\t\x12\x0f\n\x07records\x18\x0e \x03(\x0c\x42\x0e\n\x0c_temperatureB\t\n\x07_prompt\"\xaa\x02\n\x06\x45nding\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12\x31\n\x05parts\x18\x02 \x03(\x0b\x32\".polyreme.api.v1.Ending.PartsEntry\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12(\n\x05\x63\x61lls\x18\x05 \x03(\x0b\x32\x19.polyreme.api.v1.ToolCall\x12\x35\n\x07rewards\x18\x06 \x03(\x0b\x32$.polyreme.api.v1.Ending.RewardsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xac\x01\n\x12\x45nvironmentService\x12\x44\n\x03Run\x12\x1b.polyreme.api.v1.RunRequest\x1a\x1c.polyreme.api.v1.RunResponse(\x01\x30\x01\x12P\n\x07RunMany\x12\x1f.polyreme.api.v1.RunManyRequest\x1a .polyreme.api.v1.RunManyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,38 +39,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENDING_PARTSENTRY']._serialized_options = b'8\001'
   _globals['_ENDING_REWARDSENTRY']._loaded_options = None
   _globals['_ENDING_REWARDSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNREQUEST']._serialized_start=89
-  _globals['_RUNREQUEST']._serialized_end=234
-  _globals['_START']._serialized_start=236
-  _globals['_START']._serialized_end=296
-  _globals['_ANSWER']._serialized_start=299
-  _globals['_ANSWER']._serialized_end=565
-  _globals['_SESSIONTURN']._serialized_start=568
-  _globals['_SESSIONTURN']._serialized_end=822
-  _globals['_SESSIONEXCHANGE']._serialized_start=825
-  _globals['_SESSIONEXCHANGE']._serialized_end=962
-  _globals['_DELTA']._serialized_start=964
-  _globals['_DELTA']._serialized_end=1045
-  _globals['_TURNTOKENS']._serialized_start=1047
-  _globals['_TURNTOKENS']._serialized_end=1126
-  _globals['_RUNRESPONSE']._serialized_start=1129
-  _globals['_RUNRESPONSE']._serialized_end=1281
-  _globals['_WITHDRAWAL']._serialized_start=1283
-  _globals['_WITHDRAWAL']._serialized_end=1311
-  _globals['_CHATMESSAGE']._serialized_start=1313
-  _globals['_CHATMESSAGE']._serialized_end=1357
-  _globals['_ASK']._serialized_start=1360
-  _globals['_ASK']._serialized_end=1654
-  _globals['_ASK_REWARDSENTRY']._serialized_start=1608
-  _globals['_ASK_REWARDSENTRY']._serialized_end=1654
-  _globals['_AGENTREQUEST']._serialized_start=1657
-  _globals['_AGENTREQUEST']._serialized_end=1965
-  _globals['_ENDING']._serialized_start=1968
-  _globals['_ENDING']._serialized_end=2266
-  _globals['_ENDING_PARTSENTRY']._serialized_start=2174
-  _globals['_ENDING_PARTSENTRY']._serialized_end=2218
-  _globals['_ENDING_REWARDSENTRY']._serialized_start=1608
-  _globals['_ENDING_REWARDSENTRY']._serialized_end=1654
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=2268
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=2358
+  _globals['_RUNMANYREQUEST']._serialized_start=117
+  _globals['_RUNMANYREQUEST']._serialized_end=204
+  _globals['_NUMBEREDRUNREQUEST']._serialized_start=206
+  _globals['_NUMBEREDRUNREQUEST']._serialized_end=288
+  _globals['_RUNMANYRESPONSE']._serialized_start=290
+  _globals['_RUNMANYRESPONSE']._serialized_end=364
+  _globals['_NUMBEREDRUNRESPONSE']._serialized_start=367
+  _globals['_NUMBEREDRUNRESPONSE']._serialized_end=497
+  _globals['_RUNREQUEST']._serialized_start=500
+  _globals['_RUNREQUEST']._serialized_end=645
+  _globals['_START']._serialized_start=647
+  _globals['_START']._serialized_end=707
+  _globals['_ANSWER']._serialized_start=710
+  _globals['_ANSWER']._serialized_end=976
+  _globals['_SESSIONTURN']._serialized_start=979
+  _globals['_SESSIONTURN']._serialized_end=1233
+  _globals['_SESSIONEXCHANGE']._serialized_start=1236
+  _globals['_SESSIONEXCHANGE']._serialized_end=1373
+  _globals['_DELTA']._serialized_start=1375
+  _globals['_DELTA']._serialized_end=1456
+  _globals['_TURNTOKENS']._serialized_start=1458
+  _globals['_TURNTOKENS']._serialized_end=1537
+  _globals['_RUNRESPONSE']._serialized_start=1540
+  _globals['_RUNRESPONSE']._serialized_end=1692
+  _globals['_WITHDRAWAL']._serialized_start=1694
+  _globals['_WITHDRAWAL']._serialized_end=1722
+  _globals['_CHATMESSAGE']._serialized_start=1724
+  _globals['_CHATMESSAGE']._serialized_end=1768
+  _globals['_ASK']._serialized_start=1771
+  _globals['_ASK']._serialized_end=2065
+  _globals['_ASK_REWARDSENTRY']._serialized_start=2019
+  _globals['_ASK_REWARDSENTRY']._serialized_end=2065
+  _globals['_AGENTREQUEST']._serialized_start=2068
+  _globals['_AGENTREQUEST']._serialized_end=2376
+  _globals['_ENDING']._serialized_start=2379
+  _globals['_ENDING']._serialized_end=2677
+  _globals['_ENDING_PARTSENTRY']._serialized_start=2585
+  _globals['_ENDING_PARTSENTRY']._serialized_end=2629
+  _globals['_ENDING_REWARDSENTRY']._serialized_start=2019
+  _globals['_ENDING_REWARDSENTRY']._serialized_end=2065
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=2680
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2852
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from polyreme.api.v1 import calls_pb2 as _calls_pb2
 from polyreme.api.v1 import experience_pb2 as _experience_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -6,6 +7,38 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RunManyRequest(_message.Message):
+    __slots__ = ("requests", "cancel")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[NumberedRunRequest]
+    cancel: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, requests: _Optional[_Iterable[_Union[NumberedRunRequest, _Mapping]]] = ..., cancel: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NumberedRunRequest(_message.Message):
+    __slots__ = ("number", "request")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: RunRequest
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[RunRequest, _Mapping]] = ...) -> None: ...
+
+class RunManyResponse(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[NumberedRunResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[NumberedRunResponse, _Mapping]]] = ...) -> None: ...
+
+class NumberedRunResponse(_message.Message):
+    __slots__ = ("number", "response", "status")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    response: RunResponse
+    status: _calls_pb2.CallStatus
+    def __init__(self, number: _Optional[int] = ..., response: _Optional[_Union[RunResponse, _Mapping]] = ..., status: _Optional[_Union[_calls_pb2.CallStatus, _Mapping]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("start", "answer", "delta")

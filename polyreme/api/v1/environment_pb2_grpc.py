@@ -40,6 +40,11 @@ class EnvironmentServiceStub(object):
                 request_serializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunRequest.SerializeToString,
                 response_deserializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunResponse.FromString,
                 _registered_method=True)
+        self.RunMany = channel.stream_stream(
+                '/polyreme.api.v1.EnvironmentService/RunMany',
+                request_serializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunManyRequest.SerializeToString,
+                response_deserializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunManyResponse.FromString,
+                _registered_method=True)
 
 
 class EnvironmentServiceServicer(object):
@@ -58,6 +63,15 @@ class EnvironmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunMany(self, request_iterator, context):
+        """Many calls of Run on one stream, which cost both sides far less than calls of their own. Each has its own status, and the end of the stream
+        ends them all. A server that drains ends the stream when its last call has ended.
+        RESOURCE_EXHAUSTED, of one of the calls, also: too many calls on the stream, or too many messages that the call has not read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -65,6 +79,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunRequest.FromString,
                     response_serializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunResponse.SerializeToString,
+            ),
+            'RunMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.RunMany,
+                    request_deserializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunManyRequest.FromString,
+                    response_serializer=polyreme_dot_api_dot_v1_dot_environment__pb2.RunManyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -95,6 +114,33 @@ class EnvironmentService(object):
             '/polyreme.api.v1.EnvironmentService/Run',
             polyreme_dot_api_dot_v1_dot_environment__pb2.RunRequest.SerializeToString,
             polyreme_dot_api_dot_v1_dot_environment__pb2.RunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/polyreme.api.v1.EnvironmentService/RunMany',
+            polyreme_dot_api_dot_v1_dot_environment__pb2.RunManyRequest.SerializeToString,
+            polyreme_dot_api_dot_v1_dot_environment__pb2.RunManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,42 +22,41 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from polyreme.api.v1 import calls_pb2 as polyreme_dot_api_dot_v1_dot_calls__pb2
 from polyreme.api.v1 import experience_pb2 as polyreme_dot_api_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpolyreme/api/v1/rollout.proto\x12\x0fpolyreme.api.v1\x1a polyreme/api/v1/experience.proto\"H\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nprefix_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07max_new\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"[\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\"\xf8\x01\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12$\n\x05slots\x18\x04 \x03(\x0b\x32\x15.polyreme.api.v1.Slot\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.polyreme.api.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tgather_ms\x18\x08 \x01(\rB\x10\n\x0e_exact_version\"b\n\x05\x43hunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x04\x12\x0e\n\x06routes\x18\x05 \x01(\x0c\"z\n\x07SlotEnd\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x34\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12+\n\x05spans\x18\x03 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\"b\n\x10GenerateResponse\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.polyreme.api.v1.Chunk\x12&\n\x04\x65nds\x18\x02 \x03(\x0b\x32\x18.polyreme.api.v1.SlotEnd\"V\n\x13GenerateManyRequest\x12/\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32 .polyreme.api.v1.NumberedRequest\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"T\n\x0fNumberedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32 .polyreme.api.v1.GenerateRequest\"J\n\x14GenerateManyResponse\x12\x32\n\x07\x61nswers\x18\x01 \x03(\x0b\x32!.polyreme.api.v1.NumberedResponse\"\x84\x01\n\x10NumberedResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x33\n\x08response\x18\x02 \x01(\x0b\x32!.polyreme.api.v1.GenerateResponse\x12+\n\x06status\x18\x03 \x01(\x0b\x32\x1b.polyreme.api.v1.CallStatus\"+\n\nCallStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x01\n\x10\x44\x65scribeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0b\n\x03\x61pi\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x13\n\x0bhas_version\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bquarantined\x18\t \x01(\x08\x12\x0e\n\x06\x65ngine\x18\n \x01(\t2\x95\x02\n\x0eRolloutService\x12Q\n\x08Generate\x12 .polyreme.api.v1.GenerateRequest\x1a!.polyreme.api.v1.GenerateResponse0\x01\x12_\n\x0cGenerateMany\x12$.polyreme.api.v1.GenerateManyRequest\x1a%.polyreme.api.v1.GenerateManyResponse(\x01\x30\x01\x12O\n\x08\x44\x65scribe\x12 .polyreme.api.v1.DescribeRequest\x1a!.polyreme.api.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpolyreme/api/v1/rollout.proto\x12\x0fpolyreme.api.v1\x1a\x1bpolyreme/api/v1/calls.proto\x1a polyreme/api/v1/experience.proto\"H\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nprefix_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07max_new\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"[\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\"\xf8\x01\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12$\n\x05slots\x18\x04 \x03(\x0b\x32\x15.polyreme.api.v1.Slot\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.polyreme.api.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tgather_ms\x18\x08 \x01(\rB\x10\n\x0e_exact_version\"b\n\x05\x43hunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x04\x12\x0e\n\x06routes\x18\x05 \x01(\x0c\"z\n\x07SlotEnd\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x34\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12+\n\x05spans\x18\x03 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\"b\n\x10GenerateResponse\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.polyreme.api.v1.Chunk\x12&\n\x04\x65nds\x18\x02 \x03(\x0b\x32\x18.polyreme.api.v1.SlotEnd\"Y\n\x13GenerateManyRequest\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .polyreme.api.v1.NumberedRequest\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"T\n\x0fNumberedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32 .polyreme.api.v1.GenerateRequest\"L\n\x14GenerateManyResponse\x12\x34\n\tresponses\x18\x01 \x03(\x0b\x32!.polyreme.api.v1.NumberedResponse\"\x84\x01\n\x10NumberedResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x33\n\x08response\x18\x02 \x01(\x0b\x32!.polyreme.api.v1.GenerateResponse\x12+\n\x06status\x18\x03 \x01(\x0b\x32\x1b.polyreme.api.v1.CallStatus\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x01\n\x10\x44\x65scribeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0b\n\x03\x61pi\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x13\n\x0bhas_version\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bquarantined\x18\t \x01(\x08\x12\x0e\n\x06\x65ngine\x18\n \x01(\t2\x95\x02\n\x0eRolloutService\x12Q\n\x08Generate\x12 .polyreme.api.v1.GenerateRequest\x1a!.polyreme.api.v1.GenerateResponse0\x01\x12_\n\x0cGenerateMany\x12$.polyreme.api.v1.GenerateManyRequest\x1a%.polyreme.api.v1.GenerateManyResponse(\x01\x30\x01\x12O\n\x08\x44\x65scribe\x12 .polyreme.api.v1.DescribeRequest\x1a!.polyreme.api.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'polyreme.api.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLOT']._serialized_start=84
-  _globals['_SLOT']._serialized_end=156
-  _globals['_SAMPLINGPARAMS']._serialized_start=158
-  _globals['_SAMPLINGPARAMS']._serialized_end=249
-  _globals['_GENERATEREQUEST']._serialized_start=252
-  _globals['_GENERATEREQUEST']._serialized_end=500
-  _globals['_CHUNK']._serialized_start=502
-  _globals['_CHUNK']._serialized_end=600
-  _globals['_SLOTEND']._serialized_start=602
-  _globals['_SLOTEND']._serialized_end=724
-  _globals['_GENERATERESPONSE']._serialized_start=726
-  _globals['_GENERATERESPONSE']._serialized_end=824
-  _globals['_GENERATEMANYREQUEST']._serialized_start=826
-  _globals['_GENERATEMANYREQUEST']._serialized_end=912
-  _globals['_NUMBEREDREQUEST']._serialized_start=914
-  _globals['_NUMBEREDREQUEST']._serialized_end=998
-  _globals['_GENERATEMANYRESPONSE']._serialized_start=1000
-  _globals['_GENERATEMANYRESPONSE']._serialized_end=1074
-  _globals['_NUMBEREDRESPONSE']._serialized_start=1077
-  _globals['_NUMBEREDRESPONSE']._serialized_end=1209
-  _globals['_CALLSTATUS']._serialized_start=1211
-  _globals['_CALLSTATUS']._serialized_end=1254
-  _globals['_DESCRIBEREQUEST']._serialized_start=1256
-  _globals['_DESCRIBEREQUEST']._serialized_end=1273
-  _globals['_DESCRIBERESPONSE']._serialized_start=1276
-  _globals['_DESCRIBERESPONSE']._serialized_end=1496
-  _globals['_ROLLOUTSERVICE']._serialized_start=1499
-  _globals['_ROLLOUTSERVICE']._serialized_end=1776
+  _globals['_SLOT']._serialized_start=113
+  _globals['_SLOT']._serialized_end=185
+  _globals['_SAMPLINGPARAMS']._serialized_start=187
+  _globals['_SAMPLINGPARAMS']._serialized_end=278
+  _globals['_GENERATEREQUEST']._serialized_start=281
+  _globals['_GENERATEREQUEST']._serialized_end=529
+  _globals['_CHUNK']._serialized_start=531
+  _globals['_CHUNK']._serialized_end=629
+  _globals['_SLOTEND']._serialized_start=631
+  _globals['_SLOTEND']._serialized_end=753
+  _globals['_GENERATERESPONSE']._serialized_start=755
+  _globals['_GENERATERESPONSE']._serialized_end=853
+  _globals['_GENERATEMANYREQUEST']._serialized_start=855
+  _globals['_GENERATEMANYREQUEST']._serialized_end=944
+  _globals['_NUMBEREDREQUEST']._serialized_start=946
+  _globals['_NUMBEREDREQUEST']._serialized_end=1030
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1032
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=1108
+  _globals['_NUMBEREDRESPONSE']._serialized_start=1111
+  _globals['_NUMBEREDRESPONSE']._serialized_end=1243
+  _globals['_DESCRIBEREQUEST']._serialized_start=1245
+  _globals['_DESCRIBEREQUEST']._serialized_end=1262
+  _globals['_DESCRIBERESPONSE']._serialized_start=1265
+  _globals['_DESCRIBERESPONSE']._serialized_end=1485
+  _globals['_ROLLOUTSERVICE']._serialized_start=1488
+  _globals['_ROLLOUTSERVICE']._serialized_end=1765
 # @@protoc_insertion_point(module_scope)

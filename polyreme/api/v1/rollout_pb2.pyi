@@ -1,3 +1,4 @@
+from polyreme.api.v1 import calls_pb2 as _calls_pb2
 from polyreme.api.v1 import experience_pb2 as _experience_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -84,12 +85,12 @@ class GenerateResponse(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[SlotEnd, _Mapping]]] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
-    __slots__ = ("begin", "cancel")
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("requests", "cancel")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    begin: _containers.RepeatedCompositeFieldContainer[NumberedRequest]
+    requests: _containers.RepeatedCompositeFieldContainer[NumberedRequest]
     cancel: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, begin: _Optional[_Iterable[_Union[NumberedRequest, _Mapping]]] = ..., cancel: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, requests: _Optional[_Iterable[_Union[NumberedRequest, _Mapping]]] = ..., cancel: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NumberedRequest(_message.Message):
     __slots__ = ("number", "request")
@@ -100,10 +101,10 @@ class NumberedRequest(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class GenerateManyResponse(_message.Message):
-    __slots__ = ("answers",)
-    ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    answers: _containers.RepeatedCompositeFieldContainer[NumberedResponse]
-    def __init__(self, answers: _Optional[_Iterable[_Union[NumberedResponse, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[NumberedResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[NumberedResponse, _Mapping]]] = ...) -> None: ...
 
 class NumberedResponse(_message.Message):
     __slots__ = ("number", "response", "status")
@@ -112,16 +113,8 @@ class NumberedResponse(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     number: int
     response: GenerateResponse
-    status: CallStatus
-    def __init__(self, number: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., status: _Optional[_Union[CallStatus, _Mapping]] = ...) -> None: ...
-
-class CallStatus(_message.Message):
-    __slots__ = ("code", "details")
-    CODE_FIELD_NUMBER: _ClassVar[int]
-    DETAILS_FIELD_NUMBER: _ClassVar[int]
-    code: int
-    details: str
-    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ...) -> None: ...
+    status: _calls_pb2.CallStatus
+    def __init__(self, number: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., status: _Optional[_Union[_calls_pb2.CallStatus, _Mapping]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

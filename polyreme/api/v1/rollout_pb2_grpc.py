@@ -70,7 +70,7 @@ class RolloutServiceServicer(object):
     def GenerateMany(self, request_iterator, context):
         """Many calls of Generate on one stream, which cost both sides far less than calls of their own. Each has its own status, and the end of the
         stream ends them all. A replica that drains ends the stream when its last call has ended.
-        RESOURCE_EXHAUSTED, of one of the calls, also: too many calls on the stream. INVALID_ARGUMENT, of the stream: a call's number is taken.
+        RESOURCE_EXHAUSTED, of one of the calls, also: too many calls on the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,12 +1,12 @@
 """EnvironmentService over gRPC.
 
-Invariant: this module only translates; a pool plays. An episode ends with its stream, for whatever reason.
+Invariant: this module only translates; a pool plays. An episode ends with its call, for whatever reason.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -15,6 +15,8 @@ import grpc
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
+from polyreme.net.call_stream import CallError, CallStream
+from polyreme.net.rpc import PENDING_CALLS
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import (
@@ -35,77 +37,104 @@ place of the status, and no message that it has not read; so a call that is refu
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Serves Run for pools, by the names of their environments."""
+    """Serves Run and RunMany for pools, by the names of their environments."""
 
     def __init__(self, pools: Mapping[str, Pool], metrics: EnvironmentMetrics) -> None:
         self._pools, self._metrics = pools, metrics
+        self._streams: set[CallStream[pb.RunRequest, pb.RunResponse]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers this servicer with a server."""
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
 
+    def drain(self) -> None:
+        """Ends the streams of many calls, once their last calls have ended."""
+        for stream in self._streams:
+            stream.end()
+
     async def Run(
         self, requests: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RunResponse]:
+        goes_on = False
+        try:
+            async with aclosing(self.responses(requests)) as responses:
+                async for response, is_last in responses:
+                    yield response
+                    goes_on = not is_last
+            if goes_on:
+                await _left(context)
+        except CallError as error:
+            await context.abort(error.code, str(error))
+
+    async def RunMany(
+        self, requests: AsyncIterator[pb.RunManyRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RunManyResponse]:
+        stream = CallStream(self.responses, pb.RunManyResponse, PENDING_CALLS)
+        self._streams.add(stream)
+        try:
+            if all(pool.draining for pool in self._pools.values()):
+                stream.end()
+            async with aclosing(stream.run(requests)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self._streams.discard(stream)
+
+    async def responses(self, requests: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[tuple[pb.RunResponse, bool], None]:
+        """Plays an episode. Yields its messages, each with whether the call is over then: that of an agent, of whose turns the caller still tells,
+        is not. Raises CallError."""
         if (first := await anext(requests, None)) is None:
             return
         if (pool := self._pools.get(first.start.environment)) is None:
             found = f"expected one of the environments {sorted(self._pools)}; found {first.start.environment!r:.100}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, found)
-            return  # for the type checker: abort raises
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, found)
         if pool.draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+            raise CallError(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         how = "left"
         try:
-            async with pool.episode() as episode:
-                async for response in self._play(episode, first, requests, context):
+            async with pool.episode() as episode, aclosing(_play(episode, first, requests)) as responses:
+                async for response in responses:
                     if response.HasField("ending"):
                         how = "failed" if response.ending.error else "done"
-                    yield response
-            if isinstance(episode, StreamedEpisode):
-                await _left(context)  # turns are still told
+                    yield response, how != "left" and not isinstance(episode, StreamedEpisode)
         except FullError as error:
             how = ""
             self._metrics.refused.inc()
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         except EpisodeLostError as error:
             how = "lost"
             plays_on = isinstance(error, WorkerLostError)
-            await context.abort(grpc.StatusCode.ABORTED if plays_on else grpc.StatusCode.UNAVAILABLE, str(error))
+            raise CallError(grpc.StatusCode.ABORTED if plays_on else grpc.StatusCode.UNAVAILABLE, str(error)) from error
         finally:
             if how:
                 self._metrics.ended.labels(how).inc()
 
-    async def _play(
-        self,
-        episode: HostedEpisode | StreamedEpisode,
-        first: pb.RunRequest,
-        requests: AsyncIterator[pb.RunRequest],
-        context: grpc.aio.ServicerContext,
-    ) -> AsyncIterator[pb.RunResponse]:
-        began = time.monotonic()
-        try:
-            if isinstance(episode, StreamedEpisode):
-                async for response in _play_agent(episode, first, requests):
+
+async def _play(
+    episode: HostedEpisode | StreamedEpisode, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
+) -> AsyncGenerator[pb.RunResponse, None]:
+    began = time.monotonic()
+    try:
+        if isinstance(episode, StreamedEpisode):
+            async with aclosing(_play_agent(episode, first, requests)) as responses:
+                async for response in responses:
                     yield response
-                return
-            parts: dict[str, float] = {}
-            request: pb.RunRequest | None = first
-            while request is not None:
-                began = time.monotonic()
-                moved = await _reply(episode, request)
-                parts |= moved.parts
-                yield _response(replace(moved, parts=parts), time.monotonic() - began)
-                request = None if moved.done else await anext(requests, None)
-        except _BadRequestError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except PlayError as error:
-            yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
+            return
+        parts: dict[str, float] = {}
+        request: pb.RunRequest | None = first
+        while request is not None:
+            began = time.monotonic()
+            moved = await _reply(episode, request)
+            parts |= moved.parts
+            yield _response(replace(moved, parts=parts), time.monotonic() - began)
+            request = None if moved.done else await anext(requests, None)
+    except PlayError as error:
+        yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
 
 
 async def _play_agent(
     episode: StreamedEpisode, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
-) -> AsyncIterator[pb.RunResponse]:
+) -> AsyncGenerator[pb.RunResponse, None]:
     async with aclosing(episode.play(_row(first), requests)) as moves:
         async for moved in moves:
             if moved.withdrawn:
@@ -137,10 +166,6 @@ async def _left(context: grpc.aio.ServicerContext) -> None:
             await left.wait()
 
 
-class _BadRequestError(Exception):
-    """A message that the protocol does not allow."""
-
-
 async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
     if request.HasField("answer"):
         return await episode.step(request.answer)
@@ -148,10 +173,12 @@ async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
 
 
 def _row(request: pb.RunRequest) -> dict[str, object]:
+    """Raises CallError."""
     try:
         row = json.loads(request.start.row_json or "{}")
+        found = f"a {type(row).__name__}"
     except (ValueError, RecursionError) as error:
-        raise _BadRequestError(f"expected start.row_json to be a JSON object; found {error}") from None
+        row, found = None, str(error)
     if not isinstance(row, dict):
-        raise _BadRequestError(f"expected start.row_json to be a JSON object; found a {type(row).__name__}")
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"expected start.row_json to be a JSON object; found {found}")
     return row

@@ -167,6 +167,7 @@ async def serve_all(
         finally:
             for pool in pools.values():
                 pool.draining = True
+            servicer.drain()
             await server.set_ready(False)
 
 

@@ -16,8 +16,8 @@ import grpc
 from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
+from polyreme.net.call_stream import CallError, CallStream
 from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
-from polyreme_rollout.generation.call_stream import CallError, CallStream
 from polyreme_rollout.generation.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
 from polyreme_rollout.generation.running import (
     GATHER_SECONDS,
@@ -56,7 +56,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     ) -> None:
         self._engine, self._identity, self._limits, self._metrics = engine, identity, limits, metrics
         self._swapper, self._running = swapper, running
-        self._streams: set[CallStream] = set()
+        self._streams: set[CallStream[pb.GenerateRequest, pb.GenerateResponse]] = set()
         self.draining = False
 
     @property
@@ -77,7 +77,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def GenerateMany(
         self, requests: AsyncIterator[pb.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.GenerateManyResponse, None]:
-        stream = CallStream(self.responses, self._limits.max_sequences)
+        stream = CallStream(self._answers, pb.GenerateManyResponse, self._limits.max_sequences)
         self._streams.add(stream)
         try:
             if self.draining:
@@ -85,8 +85,6 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             async with aclosing(stream.run(requests)) as responses:
                 async for response in responses:
                     yield response
-        except CallError as error:
-            await context.abort(error.code, str(error))
         finally:
             self._streams.discard(stream)
 
@@ -95,6 +93,13 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         self.draining = True
         for stream in self._streams:
             stream.end()
+
+    async def _answers(
+        self, requests: AsyncIterator[pb.GenerateRequest]
+    ) -> AsyncGenerator[tuple[pb.GenerateResponse, bool], None]:
+        async with aclosing(self.responses(await anext(requests))) as responses:
+            async for each in responses:
+                yield each
 
     async def responses(self, request: pb.GenerateRequest) -> AsyncGenerator[tuple[pb.GenerateResponse, bool], None]:
         """What answers a call, each with whether it is the last one. Raises CallError."""

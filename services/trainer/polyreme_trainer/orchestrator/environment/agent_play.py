@@ -7,14 +7,12 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 
-import grpc
-
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
 from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeSession
-from polyreme_trainer.orchestrator.environment.wire import Outbox, finite, read_calls
+from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, finite, read_calls
 from polyreme_trainer.orchestrator.tasks import end_all
 
 _LOOK_SECONDS = 5.0
@@ -29,16 +27,15 @@ class AgentPlay:
     """One episode.
 
     Args:
-        call: the stream, on which the episode has been started.
+        call: the episode's, which has been started.
         at_once: the largest number of turns that are sampled at the same time.
         grace: seconds in which the server may report the end of an agent after those of the episode.
     """
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, session: EpisodeSession, at_once: int, grace: float) -> None:
+    def __init__(self, call: EpisodeCall, session: EpisodeSession, at_once: int, grace: float) -> None:
         self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
-        self._outbox = Outbox(call)
         self._seconds, self._newest = 0.0, 0
 
     async def run(self) -> Ending:
@@ -49,7 +46,7 @@ class AgentPlay:
             EpisodeError: the agent failed, or the server broke the protocol.
             GenerateError, UnavailableError: see `EpisodeSession.answer`.
         """
-        reading, writing = asyncio.create_task(self._read()), asyncio.create_task(self._outbox.run())
+        reading = asyncio.create_task(self._read())
         try:
             while (left := min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)) > 0:
                 await asyncio.wait((reading, self._failed), timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -59,15 +56,15 @@ class AgentPlay:
                     return reading.result()
             raise NoEndingError("did not end an agent in time")
         finally:
-            await end_all([reading, writing, *self._turns.values()])
+            await end_all([reading, *self._turns.values()])
 
     async def _read(self) -> Ending:
         while (ending := self._take(await self._call.read())) is None:
             pass
         return ending
 
-    def _take(self, response: pb.RunResponse) -> Ending | None:
-        if response is grpc.aio.EOF:
+    def _take(self, response: pb.RunResponse | None) -> Ending | None:
+        if response is None:
             raise NoEndingError("ended an episode without its ending")
         if response.HasField("withdrawal"):
             if (turn := self._turns.pop(response.withdrawal.number, None)) is not None:
@@ -112,7 +109,10 @@ class AgentPlay:
         return number
 
     async def _answer(self, request: pb.AgentRequest) -> None:
-        answer = await agent_turn(request, self._session, self._outbox.tell)
+        answer = await agent_turn(request, self._session, self._tell)
         answer.number = request.number
         answer.seconds_left = max(0.0, self._session.clock.seconds_left)
-        self._outbox.put(pb.RunRequest(answer=answer))
+        self._call.write(pb.RunRequest(answer=answer))
+
+    def _tell(self, delta: pb.Delta) -> None:
+        self._call.write(pb.RunRequest(delta=delta))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
+from polyreme.api.v1 import environment_pb2
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
 from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
@@ -32,7 +32,7 @@ from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEn
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
-from polyreme_trainer.orchestrator.environment.wire import finite, read_calls, send
+from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, EpisodeCalls, episode_calls, finite, read_calls
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 
@@ -44,7 +44,6 @@ _PAUSE_SECONDS = 0.5
 """Those of a server that plays on: it is full, or has lost a process, which is no reason to leave its others without work."""
 _LOOK_SECONDS = 0.5
 """Seconds between two looks for a server while episodes wait for one, since the end of a rest has no event."""
-_CLOSE_SECONDS = 1.0
 _AGENT_SECONDS = 10.0
 """Seconds for a server to report the end of an agent that it has ended."""
 
@@ -52,7 +51,7 @@ _AGENT_SECONDS = 10.0
 @dataclass(eq=False)
 class _EnvironmentServer:
     lease: Lease
-    channel: grpc.aio.Channel
+    calls: EpisodeCalls
     playing: int = 0
     rests_until: float = 0.0
 
@@ -95,12 +94,12 @@ class EnvironmentClient:
         leases = await self._leases.live()
         for gone in self._servers.keys() - leases.keys():
             logger.warning("environment server %s left", gone)
-            leaving = asyncio.create_task(self._servers.pop(gone).channel.close(self._config.max_seconds))
+            leaving = asyncio.create_task(self._servers.pop(gone).calls.close(self._config.max_seconds))
             self._closing.add(leaving)
             leaving.add_done_callback(self._closing.discard)
         for new in leases.keys() - self._servers.keys():
-            channel = rpc.connect(leases[new].address, self._config.security)
-            self._servers[new] = _EnvironmentServer(leases[new], channel)
+            calls = episode_calls(rpc.connect(leases[new].address, self._config.security))
+            self._servers[new] = _EnvironmentServer(leases[new], calls)
             logger.info("environment server %s at %s joined", new, leases[new].address)
         self._grant()
 
@@ -111,7 +110,7 @@ class EnvironmentClient:
             leaving.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
         for server in self._servers.values():
-            await server.channel.close(_CLOSE_SECONDS)
+            await server.calls.close()
         self._servers.clear()
 
     async def play(self, task: Task, session: EpisodeSession) -> Ending:
@@ -134,10 +133,6 @@ class EnvironmentClient:
                         if now < deadline:
                             continue
                     raise HostLostError(f"environment server {server.lease.id} {answer}") from error
-                except asyncio.CancelledError:
-                    if not rpc.channel_closed():
-                        raise
-                    raise self._lost(server, "left") from None
 
     def _lost(self, server: _EnvironmentServer, how: str) -> HostLostError:
         self._rest(server, how, _REST_SECONDS)
@@ -151,9 +146,8 @@ class EnvironmentClient:
         server.rests_until = max(server.rests_until, now + seconds)
 
     async def _play(self, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
-        call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
+        call = server.calls.begin(environment_pb2.RunRequest(start=self._start(task, session)))
         try:
-            await send(call, environment_pb2.RunRequest(start=self._start(task, session)))
             if not self._config.is_agent:
                 return await self._play_turns(call, server, task, session)
             try:
@@ -163,16 +157,14 @@ class EnvironmentClient:
         finally:
             call.cancel()
 
-    async def _play_turns(
-        self, call: grpc.aio.StreamStreamCall, server: _EnvironmentServer, task: Task, session: EpisodeSession
-    ) -> Ending:
+    async def _play_turns(self, call: EpisodeCall, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
         """Plays an episode whose turns follow each other."""
         spent = 0.0
         try:
             while True:
                 async with asyncio.timeout_at(session.clock.deadline) as limit:
                     response = await call.read()
-                if response is grpc.aio.EOF:
+                if response is None:
                     raise self._lost(server, "ended an episode without its ending")
                 if response.HasField("ending"):
                     if response.ending.error:
@@ -184,7 +176,7 @@ class EnvironmentClient:
                 spent += ask.seconds
                 if session.turns:
                     session.reward(finite(ask.reward), read_calls(ask))
-                await send(call, environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
+                call.write(environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -1,6 +1,6 @@
-"""The turns of a running product's sessions: this client offers streams to every environment server, each for one turn.
+"""The turns of a running product's sessions: this client offers calls to every environment server, each for one turn.
 
-Invariant: a stream that breaks costs its turn a try at the server, which keeps the session; nothing of a session is kept here.
+Invariant: a call that breaks costs its turn a try at the server, which keeps the session; nothing of a session is kept here.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import grpc
 
 from polyreme.api.v1 import environment_pb2 as pb
-from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import DataError, UnavailableError
 from polyreme.experience.leases import Lease
@@ -19,7 +18,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
-from polyreme_trainer.orchestrator.environment.wire import Outbox, send
+from polyreme_trainer.orchestrator.environment.wire import EpisodeCalls, episode_calls
 from polyreme_trainer.orchestrator.generation.generate import GenerateError
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 from polyreme_trainer.orchestrator.tasks import end_all
@@ -27,7 +26,6 @@ from polyreme_trainer.orchestrator.tasks import end_all
 logger = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(0.2, 5.0)
-_CLOSE_SECONDS = 1.0
 
 Sampled = Callable[[pb.AgentRequest, Callable[[pb.Delta], None]], Coroutine[None, None, pb.Answer]]
 
@@ -35,8 +33,8 @@ Sampled = Callable[[pb.AgentRequest, Callable[[pb.Delta], None]], Coroutine[None
 @dataclass(eq=False)
 class _Server:
     lease: Lease
-    channel: grpc.aio.Channel
-    streams: "list[asyncio.Task[None]]" = field(default_factory=list)
+    calls: EpisodeCalls
+    offers: "list[asyncio.Task[None]]" = field(default_factory=list)
     gone: bool = False
 
 
@@ -64,26 +62,27 @@ class OnlineTurns:
         leases = await self._leases.live()
         for name, server in list(self._servers.items()):
             server.gone = name not in leases
-            if server.gone and all(stream.done() for stream in server.streams):
+            if server.gone and all(offer.done() for offer in server.offers):
                 del self._servers[name]
-                await server.channel.close(_CLOSE_SECONDS)
+                await server.calls.close()
         for name in leases.keys() - self._servers.keys():
-            server = self._servers[name] = _Server(leases[name], rpc.connect(leases[name].address, self._config.security))
+            calls = episode_calls(rpc.connect(leases[name].address, self._config.security))
+            server = self._servers[name] = _Server(leases[name], calls)
             count = int(server.lease.facts["episodes"][""])
-            server.streams = [asyncio.create_task(self._serve(server)) for _ in range(count)]
+            server.offers = [asyncio.create_task(self._serve(server)) for _ in range(count)]
             logger.info("environment server %s at %s joined", name, server.lease.address)
 
     async def close(self) -> None:
-        streams = [stream for server in self._servers.values() for stream in server.streams]
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
+        offers = [offer for server in self._servers.values() for offer in server.offers]
+        for offer in offers:
+            offer.cancel()
+        await asyncio.gather(*offers, return_exceptions=True)
         for server in self._servers.values():
-            await server.channel.close(_CLOSE_SECONDS)
+            await server.calls.close()
         self._servers.clear()
 
     async def _serve(self, server: _Server) -> None:
-        """Offers one stream after the other, until the server has left."""
+        """Offers one call after the other, until the server has left."""
         failures = 0
         while not server.gone:
             try:
@@ -92,9 +91,6 @@ class OnlineTurns:
                 continue
             except grpc.aio.AioRpcError as error:
                 logger.debug("environment server %s answered %s", server.lease.id, error.code().name)
-            except asyncio.CancelledError:
-                if not rpc.channel_closed():
-                    raise
             except (GenerateError, EpisodeError, DataError) as error:
                 logger.warning("a turn of a session failed: %s", error)
             except UnavailableError as error:
@@ -104,21 +100,22 @@ class OnlineTurns:
             await asyncio.sleep(_BACKOFF.draw(failures))
 
     async def _one(self, server: _Server) -> None:
-        """One turn. The stream waits for it without a deadline: the product asks when it likes. A turn that nobody wants any more ends."""
-        call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
-        outbox = Outbox(call)
+        """One turn. The call waits for it without a deadline: the product asks when it likes. A turn that nobody wants any more ends."""
+        call = server.calls.begin(pb.RunRequest(start=pb.Start()))
         tasks: list[asyncio.Task[object]] = []
+
+        def tell(delta: pb.Delta) -> None:
+            call.write(pb.RunRequest(delta=delta))
+
         try:
-            await send(call, pb.RunRequest(start=pb.Start()))
-            response = await call.read()
-            if response is grpc.aio.EOF:
-                raise EpisodeError("expected a request for a turn; found the end of the stream")
-            sampling = asyncio.create_task(self._sampled(response.ask.agent, outbox.tell))
+            if (response := await call.read()) is None:
+                raise EpisodeError("expected a request for a turn; found the end of the call")
+            sampling = asyncio.create_task(self._sampled(response.ask.agent, tell))
             reading = asyncio.create_task(call.read())
-            tasks += [sampling, reading, asyncio.create_task(outbox.run())]
+            tasks += [sampling, reading]
             await asyncio.wait({sampling, reading}, return_when=asyncio.FIRST_COMPLETED)
             if sampling.done():
-                outbox.put(pb.RunRequest(answer=sampling.result()))
+                call.write(pb.RunRequest(answer=sampling.result()))
             await reading
         finally:
             await end_all(tasks)

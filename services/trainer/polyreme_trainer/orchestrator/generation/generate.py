@@ -144,7 +144,7 @@ async def _call(
     loop = asyncio.get_running_loop()
     if claim.is_cut:  # since the claim was granted
         raise TimeoutError
-    call = claim.calls.generate(request)
+    call = claim.calls.begin(request)
     try:
         async with asyncio.timeout(None if claim.asleep else chunk_timeout) as deadline:
             claim.deadline, claim.chunk_timeout = deadline, chunk_timeout

@@ -8,10 +8,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import grpc
+
 from polyreme.api.v1 import rollout_pb2
-from polyreme_trainer.orchestrator.replicas.replica_calls import ReplicaCalls
+from polyreme.api.v1.rollout_pb2_grpc import RolloutServiceStub
+from polyreme.net.many_calls import ManyCalls
 from polyreme_trainer.orchestrator.replicas.router import FAILURE_BACKOFF, Target
 from polyreme_trainer.orchestrator.replicas.straggler_detection import Pace
+
+ReplicaCalls = ManyCalls[rollout_pb2.GenerateRequest, rollout_pb2.GenerateResponse]
+
+
+def replica_calls(channel: grpc.aio.Channel) -> ReplicaCalls:
+    """The calls to the replica at the other end of a channel."""
+    return ManyCalls(channel, RolloutServiceStub(channel).GenerateMany, rollout_pb2.GenerateManyRequest)
 
 
 @dataclass(eq=False)

@@ -18,11 +18,10 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.metric_records import Line, ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import rpc
-from polyreme_trainer.orchestrator.replicas.claim import Claim, call_after
+from polyreme_trainer.orchestrator.replicas.claim import Claim, ReplicaCalls, call_after, replica_calls
 from polyreme_trainer.orchestrator.replicas.claim_queue import ClaimQueue, Waiter
 from polyreme_trainer.orchestrator.replicas.idle_time import IdleTime
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
-from polyreme_trainer.orchestrator.replicas.replica_calls import ReplicaCalls
 from polyreme_trainer.orchestrator.replicas.router import SUSPENSION, Candidates, Target, fair_share
 from polyreme_trainer.orchestrator.replicas.straggler_detection import Pace, stragglers
 
@@ -111,7 +110,7 @@ class ReplicaPool:
         for new in joined:
             self.targets[new], self._paces[new] = Target(new), Pace()
             self.idle_time.joined(new, time.monotonic())
-            self._connections[new] = ReplicaCalls(rpc.connect(leases[new].address, self._security))
+            self._connections[new] = replica_calls(rpc.connect(leases[new].address, self._security))
             logger.info("replica %s at %s joined", new, leases[new].address)
         await self.take_commits(joined)
 
