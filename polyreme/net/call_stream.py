@@ -26,6 +26,8 @@ TOLD_BYTES = 1 << 20
 """Size beyond which a batch takes nothing more."""
 MOST_TOLD_BYTES = MAX_MESSAGE_BYTES - 2 * TOLD_BYTES
 """Maximum size of a message of one call."""
+_ENDING_SECONDS = 0.02
+"""For which calls that begin wait for those that were cancelled before."""
 UNREAD = 1 << 12
 """Maximum number of messages to a call that it has not read."""
 Request = TypeVar("Request", bound=Message)
@@ -48,7 +50,9 @@ class Requests(Generic[Request]):
         self._changed, self._is_over = asyncio.Event(), False
 
     def put(self, request: Request) -> bool:
-        """Adds a message. Returns False if too many wait."""
+        """Adds a message, unless none may follow. Returns False if too many wait."""
+        if self._is_over:
+            return True
         if len(self._waiting) == UNREAD:
             return False
         self._waiting.append(request)
@@ -118,11 +122,15 @@ class CallStream(Generic[Request, Response]):
 
     async def _read(self, batches: AsyncIterator[Batch]) -> None:
         async for batch in batches:
+            cancelled = [self._calls[number][0] for number in batch.cancel if number in self._calls]
+            for call in cancelled:
+                call.cancel()
+            if cancelled:  # a call that begins may need the place of one that ends
+                await asyncio.wait(cancelled, timeout=_ENDING_SECONDS)
             for told in batch.requests:
-                self._take(told.number, told.request)
-            for number in batch.cancel:
-                if number in self._calls:
-                    self._calls[number][0].cancel()
+                request = type(told.request)()  # alone: a part of a message keeps all of it
+                request.CopyFrom(told.request)
+                self._take(told.number, request)
         for _, requests in self._calls.values():
             requests.end()
 
@@ -130,9 +138,8 @@ class CallStream(Generic[Request, Response]):
         if (known := self._calls.get(number)) is not None:
             call, requests = known
             if not requests.put(request):
-                self._fail(
-                    number, CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"expected to have at most {UNREAD} messages to read")
-                )
+                self._fail(number, CallError(grpc.StatusCode.ABORTED, f"expected to have at most {UNREAD} messages to read"))
+                requests.end()
                 call.cancel()
         elif number > self._newest:  # else it has ended
             self._newest = number
@@ -171,7 +178,8 @@ class CallStream(Generic[Request, Response]):
             self._fail(number, CallError(grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"))
 
     def _fail(self, number: int, error: CallError) -> None:
-        self._tell(number, None, CallStatus(code=error.code.value[0], details=str(error)))
+        details = str(error).encode(errors="replace").decode()  # user code may have said it
+        self._tell(number, None, CallStatus(code=error.code.value[0], details=details))
 
     def _tell(self, number: int, response: Response | None, status: CallStatus | None) -> None:
         self._waiting.append((number, response, status))

@@ -80,12 +80,15 @@ class ManyCalls(Generic[Request, Response]):
 
     async def close(self, grace: float = 0.0) -> None:
         """Ends all calls, after at most `grace` seconds in which they may end, and closes the channel."""
-        if self._stream is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace):
-                    await self._stream.until_idle()
-            await self._stream.close()
-        await self._channel.close(grace=1.0)
+        try:
+            if self._stream is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(grace):
+                        await self._stream.until_idle()
+        finally:
+            if self._stream is not None:
+                await self._stream.close()
+            await self._channel.close(grace=1.0)
 
 
 class _Stream(Generic[Request, Response]):

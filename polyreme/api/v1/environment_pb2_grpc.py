@@ -66,7 +66,7 @@ class EnvironmentServiceServicer(object):
     def RunMany(self, request_iterator, context):
         """Many calls of Run on one stream, which cost both sides far less than calls of their own. Each has its own status, and the end of the stream
         ends them all. A server that drains ends the stream when its last call has ended.
-        RESOURCE_EXHAUSTED, of one of the calls, also: too many calls on the stream, or too many messages that the call has not read.
+        Of one of the calls also RESOURCE_EXHAUSTED: too many calls on the stream; ABORTED: too many messages that the episode has not read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

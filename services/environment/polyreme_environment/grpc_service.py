@@ -37,10 +37,10 @@ place of the status, and no message that it has not read; so a call that is refu
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Serves Run and RunMany for pools, by the names of their environments."""
+    """Serves Run and RunMany for pools, by the names of their environments. `episodes`: that they play at the same time."""
 
-    def __init__(self, pools: Mapping[str, Pool], metrics: EnvironmentMetrics) -> None:
-        self._pools, self._metrics = pools, metrics
+    def __init__(self, pools: Mapping[str, Pool], metrics: EnvironmentMetrics, episodes: int) -> None:
+        self._pools, self._metrics, self._episodes = pools, metrics, episodes
         self._streams: set[CallStream[pb.RunRequest, pb.RunResponse]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -60,7 +60,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             async with aclosing(self.responses(requests)) as responses:
                 async for response, is_last in responses:
                     yield response
-                    goes_on = not is_last
+                    goes_on = not is_last and response.HasField("ending")
             if goes_on:
                 await _left(context)
         except CallError as error:
@@ -69,7 +69,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def RunMany(
         self, requests: AsyncIterator[pb.RunManyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RunManyResponse]:
-        stream = CallStream(self.responses, pb.RunManyResponse, PENDING_CALLS)
+        stream = CallStream(self.responses, pb.RunManyResponse, self._episodes + PENDING_CALLS)
         self._streams.add(stream)
         try:
             if all(pool.draining for pool in self._pools.values()):

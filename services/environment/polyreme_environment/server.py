@@ -141,7 +141,7 @@ async def serve_all(
         for name, pool in pools.items():
             version, about = pool.about
             logger.info("the environment %s%s: %s", f"of the set {name}, " if name else "", version, about)
-        servicer = EnvironmentServicer(pools, metrics)
+        servicer = EnvironmentServicer(pools, metrics, sum(each.config.episodes for each in hosted.values()))
         server = await stack.enter_async_context(
             rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, security)
         )

@@ -41,6 +41,8 @@ class Echo(environment_pb2_grpc.EnvironmentServiceServicer):
                 text = request.answer.text
                 if text == "refuse":
                     raise CallError(grpc.StatusCode.ABORTED, "refused")
+                if text == "surrogate":
+                    raise CallError(grpc.StatusCode.ABORTED, "\ud800")
                 if text == "break":
                     raise ValueError("broken")
                 if text == "return":
@@ -103,6 +105,7 @@ async def test_a_call_fails_alone() -> None:
     async with connected() as (_, calls):
         other = calls.begin(said("a"))
         assert await failure(calls.begin(said("refuse"))) == ("ABORTED", "refused")
+        assert await failure(calls.begin(said("surrogate"))) == ("ABORTED", "?")
         assert await failure(calls.begin(said("break"))) == ("UNKNOWN", "ValueError: broken")
         too_long = calls.begin(said("x" * MOST_TOLD_BYTES))
         assert await failure(too_long) == ("INVALID_ARGUMENT", "expected a message of at most 30 MiB; found 30 MiB")
@@ -118,7 +121,7 @@ async def test_a_call_has_a_bound_of_messages_that_it_has_not_read() -> None:
         other, full = calls.begin(said("a")), calls.begin(said("b"))
         for _ in range(UNREAD + 2):
             full.write(said("c"))
-        assert await failure(full) == ("RESOURCE_EXHAUSTED", f"expected to have at most {UNREAD} messages to read")
+        assert await failure(full) == ("ABORTED", f"expected to have at most {UNREAD} messages to read")
         echo.may_read.set()
         other.write(said("end"))
         assert [await read(other) for _ in range(3)] == ["a", "end", None]
@@ -159,3 +162,22 @@ async def test_what_the_caller_does_not_go_on_with_ends() -> None:
         (3, "a", False),
         (3, "", True),
     ]
+
+
+async def test_a_call_may_take_the_place_of_one_that_is_cancelled() -> None:
+    echo = Echo()
+    waiting = asyncio.Event()
+
+    async def batches() -> AsyncIterator[pb.RunManyRequest]:
+        first, *others = (pb.NumberedRunRequest(number=number, request=said("a")) for number in range(1, 52))
+        yield pb.RunManyRequest(requests=[first, *others[:-1]])
+        await waiting.wait()
+        yield pb.RunManyRequest(requests=others[-1:], cancel=[1])
+
+    told = []
+    async for batch in echo.RunMany(batches(), None):
+        told += batch.responses
+        if len(told) >= 50:
+            waiting.set()
+    assert sorted(each.number for each in told if each.HasField("status")) == [*range(2, 52)]
+    assert not any(each.status.code for each in told)

@@ -123,7 +123,7 @@ class EnvironmentClient:
                     return await self._play(server, task, session)
                 except grpc.aio.AioRpcError as error:
                     code, now = error.code(), time.monotonic()
-                    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # others play there too
+                    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not session.turns:  # others play there too
                         server.rests_until = now + _PAUSE_SECONDS
                         continue
                     answer = f"answered {code.name}: {error.details()}"
