@@ -307,10 +307,11 @@ class RequestLog:
         """The records of a group, the newest first. Some may have expired."""
         return [name.decode() for name in await self._redis.zrevrange(self._key("names", kind, group), 0, -1)]
 
-    async def used(self, kind: str, name: str) -> float:
-        """When a record was last used, seconds since the epoch."""
-        return time.time() - self.limits.record_seconds + max(0, int(await self._redis.ttl(self._key(kind, name))))
-
-    async def renew_record(self, kind: str, name: str) -> bool:
-        """Renews a record. Returns whether there is one."""
-        return bool(await self._redis.expire(self._key(kind, name), self.limits.record_seconds))
+    async def use_record(self, tenant: str, kind: str, name: str) -> tuple[Mapping[str, str], float] | None:
+        """A record of a tenant, which is renewed, and when it was last used, seconds since the epoch; None for an unknown or expired one."""
+        life = self.limits.record_seconds
+        found = await self._scripts.call("use", tenant, life, keys=[self._key(kind, name)])
+        if not found:
+            return None
+        words = [word.decode() for word in found[1:]]
+        return dict(zip(words[::2], words[1::2], strict=True)), time.time() - life + max(0, found[0])

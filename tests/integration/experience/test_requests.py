@@ -1,6 +1,7 @@
 """The request log on a real Redis."""
 
 import asyncio
+import time
 
 import pytest
 from redis.asyncio import Redis
@@ -87,4 +88,8 @@ async def test_beginnings_are_counted_until_the_end(log: RequestLog) -> None:
 async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
     await log.set_record("session", "s", {"a": "1"})
     assert (await log.record("session", "s"), await log.record("model", "s")) == ({"a": "1"}, None)
-    assert (await log.renew_record("session", "s"), await log.renew_record("session", "t")) == (True, False)
+    await log.set_record("session", "t", {"tenant": "one", "b": "2"})
+    found = await log.use_record("one", "session", "t")
+    assert found is not None and found[0] == {"tenant": "one", "b": "2"} and abs(found[1] - time.time()) < 60
+    assert await log.use_record("two", "session", "t") is None
+    assert await log.use_record("one", "session", "none") is None

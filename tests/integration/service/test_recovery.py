@@ -249,7 +249,7 @@ async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis) -
     async with service.learner(replay_seconds=0.0):
         await service.ask(*LOOP, batch(1))
     service.log.limits.record_seconds = 0
-    await service.log.renew_record("model", MODEL)
+    await service.log.use_record("t", "model", MODEL)
     async with service.learner():
         await gone(service.root / MODEL)
     assert await service.log.lanes() == set() and await service.log.kept(MODEL) == []

@@ -75,6 +75,7 @@ class ServedSampler:
         self._loads = self._asked = 0
         self._requests: dict[str, SampleRequest] = {}
         self._running: dict[asyncio.Task[None], Running] = {}
+        self._loading: dict[ServedAdapter, asyncio.Task[None]] = {}  # of running requests; the engine keeps them as long
         self._report = SamplerReport(log.records, decode)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -88,12 +89,14 @@ class ServedSampler:
                 for task in [each for each in self._running if each in done]:
                     del self._running[task]
                     task.result()  # raises
+                busy = {each.adapter for each in self._running.values()}
+                self._loading = {adapter: load for adapter, load in self._loading.items() if adapter.folder in busy}
                 if self._report.is_due or not self._running:
                     await self._report.send()
                 last = await news
             await self._report.send()
         finally:
-            tasks = [*self._running, *([news] if news else [])]
+            tasks = [*self._running, *self._loading.values(), *([news] if news else [])]
             for each in tasks:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -145,7 +148,9 @@ class ServedSampler:
             return None
         for _ in range(MAX_VERSIONS):
             adapter = ServedAdapter.newest(folder)
-            await self._adapters.load_adapter(adapter)
+            if (load := self._loading.get(adapter)) is None or (load.done() and load.exception() is not None):
+                load = self._loading[adapter] = asyncio.create_task(self._adapters.load_adapter(adapter))
+            await asyncio.shield(load)
             if ServedAdapter.newest(folder) == adapter:  # else the engine may have read other files
                 return adapter
         raise LoadError(f"files that were replaced {MAX_VERSIONS} times while they were loaded")

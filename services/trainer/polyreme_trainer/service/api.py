@@ -36,7 +36,7 @@ from polyreme_trainer.service.http_answers import (
 )
 from polyreme_trainer.service.rest import RestRoutes
 from polyreme_trainer.service.submission import submit, unload
-from polyreme_trainer.service.tenants import Tenants
+from polyreme_trainer.service.tenants import TenantModel, Tenants
 from polyreme_trainer.service.wire import Request, parse_batch, read_batch
 
 
@@ -161,14 +161,15 @@ class ServiceApi:
 
     async def _add_model(
         self, call: ApiCall, given: m.CreateModel | m.LoadWeights, base_model: str, lora: dict[str, object] | None
-    ) -> str:
-        """The name of the new model of a session that goes on."""
+    ) -> TenantModel:
+        """The new model of a session that goes on."""
         if given.session_id is None or given.model_seq_id is None:
             raise TenantError("expected model_id and seq_id, or session_id and model_seq_id; found neither")
         await self._tenants.open_session(call.tenant, given.session_id)
         most = self._accounts.quota_of(call.tenant).models
         about = base_model, lora, given.user_metadata
-        return await self._tenants.add_model(call.tenant, given.session_id, given.model_seq_id, *about, most)
+        name = await self._tenants.add_model(call.tenant, given.session_id, given.model_seq_id, *about, most)
+        return await self._tenants.model(call.tenant, name)
 
     async def _get_info(self, call: ApiCall) -> Response:
         given = m.read(m.OfModel, call.body)
@@ -180,21 +181,21 @@ class ServiceApi:
     async def _forward_backward(self, call: ApiCall) -> Response:
         message = parse_batch(call.body)
         m.check_seq(message.seq_id)
-        await self._tenants.model(call.tenant, message.model_id)
+        model = await self._tenants.model(call.tenant, message.model_id)
         try:
             m.check_length(max(map(len, read_batch(message).batch.inputs)), self._longest)
             request = Request("forward" if message.forward_only else "forward_backward", {}, call.body)
         except TenantError as error:
             request = Request("refused", {"message": str(error)})
-        return await self._into_lane(call, message.model_id, message.seq_id, request)
+        return await self._into_lane(call, model, message.seq_id, request)
 
     def _in_order(self, kind: type[m.AnyMessage], build: Callable[[ApiCall, m.AnyMessage], Awaitable[Request]]) -> Handler:
         """The handler of a request for a model, which `build` reads. One that cannot be executed has its place in the order, too: the client's next
         one has the next number."""
 
         async def answer(call: ApiCall) -> Response:
-            model, seq = m.read_place(call.body)
-            await self._tenants.model(call.tenant, model)
+            name, seq = m.read_place(call.body)
+            model = await self._tenants.model(call.tenant, name)
             try:
                 request = await build(call, m.read(kind, call.body))
             except TenantError as error:
@@ -314,13 +315,12 @@ class ServiceApi:
         most, place = self._accounts.quota_of(call.tenant).requests, LogPlace(name, "sampler")
         return await submit(self._log, place, Request("sample", fields), {"sample_sequence_ids": ids}, most)
 
-    async def _into_lane(self, call: ApiCall, model: str, seq: int, request: Request) -> Response:
+    async def _into_lane(self, call: ApiCall, model: TenantModel, seq: int, request: Request) -> Response:
         """Adds a request for a model to the log. Raises TenantError for one after that which unloads the model."""
-        about = await self._tenants.model(call.tenant, model)
-        if about.is_unloaded and seq >= await self._log.submitted(model):
+        if model.is_unloaded and seq >= await self._log.submitted(model.name):
             raise TenantError("expected a model; found one that was unloaded. Create one from its checkpoint.")
         most = self._accounts.quota_of(call.tenant).requests
-        return await submit(self._log, in_lane(model, seq), request, {"model_id": model}, most)
+        return await submit(self._log, in_lane(model.name, seq), request, {"model_id": model.name}, most)
 
     async def _retrieve(self, call: ApiCall) -> Response:
         given = m.read(m.Retrieve, call.body)

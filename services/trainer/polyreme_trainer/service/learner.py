@@ -158,7 +158,19 @@ class ModelLearner:
             begun[place] = await self._log.begin(place)
         results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
-        await self._report.executed(requests, at, time.time())
+        counts = await self._report.executed(requests, at, time.time())
+        sizes = {place: len(payload) for place, payload in payloads.items()}
+        await asyncio.gather(self._answer(requests, results, begun, seconds, sizes), self._report.count(counts))
+
+    async def _answer(
+        self,
+        requests: Mapping[LogPlace, Request],
+        results: Mapping[LogPlace, bytes],
+        begun: Mapping[LogPlace, int],
+        seconds: float,
+        sizes: Mapping[LogPlace, int],
+    ) -> None:
+        """Stores the results of requests, each of which took `seconds`. begun: how often; sizes: bytes."""
         for place, request in requests.items():
             self._mark_used(place, request.op in CHANGES)
             lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
@@ -171,7 +183,7 @@ class ModelLearner:
                 self._save_state(place)
             await self._log.finish(place, results.get(place, failure(lost, "server")), keep)
             if keep:
-                await self._kept(place, seconds, len(payloads[place]))
+                await self._kept(place, seconds, sizes[place])
 
     async def _kept(self, place: LogPlace, seconds: float, nbytes: int) -> None:
         """Counts what a restart would have to execute again, and saves the model when that is too much."""

@@ -99,8 +99,7 @@ class Tenants:
 
     async def model(self, tenant: str, name: str) -> TenantModel:
         """Raises HTTPException for an unknown model."""
-        used = await self._log.used("model", name)
-        record = await self._record(tenant, "model", name)
+        record, used = await self._used(tenant, "model", name)
         about = json.loads(record["metadata"]), used, ENDED in record
         return TenantModel(name, record["base_model"], int(record["rank"]), *about)
 
@@ -128,9 +127,11 @@ class Tenants:
             await self._record(tenant, "session", found[1])
 
     async def _record(self, tenant: str, kind: str, name: str) -> Record:
-        record = await self._log.record(kind, name)
-        if record is None or record["tenant"] != tenant:
+        return (await self._used(tenant, kind, name))[0]
+
+    async def _used(self, tenant: str, kind: str, name: str) -> tuple[Record, float]:
+        """A record, and when it was used before."""
+        if (found := await self._log.use_record(tenant, kind, name)) is None:
             words = {"sampling": "sampling session"}.get(kind, kind)
             raise HTTPException(404, f"expected a {words} of this service; found {name!r:.80}")
-        await self._log.renew_record(kind, name)
-        return record
+        return found
