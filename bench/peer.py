@@ -138,10 +138,27 @@ class Parts:
         return sum(self.seconds.values())
 
 
-def parts(task: Task, iterations: int) -> Parts:
-    """Measures the parts with the task's model, which does not change: equal work in every iteration."""
-    settings = [f"model.path={task.model}", "trainer.sft=[]", "trainer.optimizer.lr=1e-12", *ONE_PROCESS]
-    command = [sys.executable, SIDE / "parts.py", task.config, *settings, "--iterations", iterations, "--after", task.after]
+def parts(task: Task, iterations: int, tokens: int = 0) -> Parts:
+    """Measures the parts with the task's model, which does not change: equal work in every iteration. `tokens`: of each answer; 0: it ends itself."""
+    settings = [
+        f"model.path={task.model}",
+        f"data.train={task.train}",
+        "trainer.sft=[]",
+        "trainer.optimizer.lr=1e-12",
+        *ONE_PROCESS,
+    ]
+    command = [
+        sys.executable,
+        SIDE / "parts.py",
+        task.config,
+        *settings,
+        "--iterations",
+        iterations,
+        "--after",
+        task.after,
+        "--tokens",
+        tokens,
+    ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"the parts failed:\n{done.stderr[-3000:]}")

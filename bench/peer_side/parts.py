@@ -64,7 +64,8 @@ async def sample_on_all(
     return [group for share in sampled for group in share]
 
 
-def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: str) -> dict[str, Any]:
+def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: str, *, ends: bool) -> dict[str, Any]:
+    """`ends`: whether answers end with a stop token."""
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
@@ -115,7 +116,7 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     for turn in range(1, iterations + 1):
         asked = prompts[(turn - 1) * size : turn * size]
         began = time.perf_counter()
-        sampled = run(sample_on_all(engines, config, asked, template.stop_ids, turn))
+        sampled = run(sample_on_all(engines, config, asked, template.stop_ids if ends else (), turn))
         parts["generate"].append(time.perf_counter() - began)
         lengths += [len(ids) for samples in sampled for ids, _, _ in samples] if turn > 1 else []
 
@@ -159,13 +160,17 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--after", default="")
+    parser.add_argument("--tokens", type=int, help="Each answer has so many. Default: it ends with a stop token.")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
+    if options.tokens:
+        rollout = config.rollout.model_copy(update={"max_new_tokens": options.tokens})
+        config = config.model_copy(update={"rollout": rollout})
     engines: list[Any] = []
     try:
         for _ in range(config.rollout.replicas):
             engines.append(engine_module.start(config, config.model.path))
-        print(json.dumps(measure(engines, config, options.iterations, options.after)))
+        print(json.dumps(measure(engines, config, options.iterations, options.after, ends=not options.tokens)))
     finally:
         for engine in engines:
             engine.close()
