@@ -144,7 +144,7 @@ async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) ->
 
 async def test_requests_of_one_pass_are_busy_once(world: World) -> None:
     report, request = LearnerReport(world.log.records), Request("forward", {})
-    await report.count(await report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0))
+    await (await report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0))
     assert (await world.log.records.counts())["learner"] == {"busy_seconds": 2.0}
 
 

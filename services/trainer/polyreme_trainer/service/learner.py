@@ -158,32 +158,23 @@ class ModelLearner:
             begun[place] = await self._log.begin(place)
         results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
-        counts = await self._report.executed(requests, at, time.time())
-        sizes = {place: len(payload) for place, payload in payloads.items()}
-        await asyncio.gather(self._answer(requests, results, begun, seconds, sizes), self._report.count(counts))
-
-    async def _answer(
-        self,
-        requests: Mapping[LogPlace, Request],
-        results: Mapping[LogPlace, bytes],
-        begun: Mapping[LogPlace, int],
-        seconds: float,
-        sizes: Mapping[LogPlace, int],
-    ) -> None:
-        """Stores the results of requests, each of which took `seconds`. begun: how often; sizes: bytes."""
-        for place, request in requests.items():
-            self._mark_used(place, request.op in CHANGES)
-            lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
-            if (snapshot := self._written.pop(place, None)) is not None:
-                self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
-                continue
-            keep = request.op in CHANGES and place in results and place.lane in self._engine.models
-            if keep and request.op in ("create_from", "load_weights"):
-                # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
-                self._save_state(place)
-            await self._log.finish(place, results.get(place, failure(lost, "server")), keep)
-            if keep:
-                await self._kept(place, seconds, sizes[place])
+        counting = asyncio.create_task(await self._report.executed(requests, at, time.time()))
+        try:
+            for place, request in requests.items():
+                self._mark_used(place, request.op in CHANGES)
+                lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
+                if (snapshot := self._written.pop(place, None)) is not None:
+                    self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
+                    continue
+                keep = request.op in CHANGES and place in results and place.lane in self._engine.models
+                if keep and request.op in ("create_from", "load_weights"):
+                    # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
+                    self._save_state(place)
+                await self._log.finish(place, results.get(place, failure(lost, "server")), keep)
+                if keep:
+                    await self._kept(place, seconds, len(payloads[place]))
+        finally:
+            await counting
 
     async def _kept(self, place: LogPlace, seconds: float, nbytes: int) -> None:
         """Counts what a restart would have to execute again, and saves the model when that is too much."""

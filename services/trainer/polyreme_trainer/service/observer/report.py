@@ -4,7 +4,7 @@ Invariant: a report changes no result. The record of an optimizer step is there 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 
 from polyreme.experience.metric_records import StageDone
 from polyreme.experience.requests import LogPlace, tenant_in
@@ -19,9 +19,9 @@ class LearnerReport:
     def __init__(self, records: ServiceRecords) -> None:
         self._records, self.meters = records, StepMeters()
 
-    async def executed(self, requests: Mapping[LogPlace, Request], began: float, ended: float) -> dict[str, Counter[str]]:
-        """Reports requests of different models that were executed together, before their answers. `began`, `ended`: Unix times. Returns what to
-        `count` after them."""
+    async def executed(self, requests: Mapping[LogPlace, Request], began: float, ended: float) -> Coroutine[None, None, None]:
+        """Reports requests of different models that were executed together, before their answers. `began`, `ended`: Unix times. Returns what
+        counts them, which their answers need not wait for."""
         counts = {"learner": Counter({"busy_seconds": ended - began})}
         for place, request in requests.items():
             step = self.meters.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)
@@ -29,11 +29,7 @@ class LearnerReport:
                 await self._records.add_step(place.lane, place.seq, step)
             tokens = self.meters.take_tokens(place.lane)
             counts.setdefault(tenant_in(place.lane), Counter()).update(trained_tokens=tokens, steps=int(step is not None))
-        return counts
-
-    async def count(self, counts: Mapping[str, Counter[str]]) -> None:
-        """Adds to the counters."""
-        await self._records.count(counts)
+        return self._records.count(counts)
 
     async def unloaded(self, model: str, seq: int) -> None:
         """Reports the end of a model."""
