@@ -1,10 +1,14 @@
 """Trains a model on a training service, as its client: `served.py ADDRESS`, with its key in TINKER_API_KEY.
 
-The exit status is 0 when every step was taken, the loss has fallen to a half, and the service has sampled from the trained weights.
+The exit status is 0 when every step was taken, the loss has fallen to a half, the service has sampled from the trained weights, and an agent has
+had a turn in a session.
 """
 
+import os
 import sys
 from pathlib import Path
+
+import httpx
 
 from polyreme.config.load import load_config
 from polyreme.rundir.input_files import read_model_files
@@ -14,6 +18,19 @@ from polyreme_trainer.stages.warm_start import read_examples, run_phase
 
 DATA = "/polyreme/data"
 PHASE = f"{{data: {DATA}/sft_short.jsonl, steps: 120, batch_size: 16, lr: 2.0e-3, warmup: 10}}"
+
+
+def turn(address: str) -> dict[str, list[float]]:
+    """What a session keeps of an agent's turn."""
+    key, seconds = {"x-api-key": os.environ["TINKER_API_KEY"]}, 300.0
+    with httpx.Client(base_url=f"{address}/api/v1", headers=key, timeout=seconds, trust_env=False) as client:
+        opened = client.post("/agent_sessions", json={"max_tokens": 8}).raise_for_status().json()
+        bearer = {"authorization": f"Bearer {opened['api_key']}"}
+        asked = {"model": "any", "messages": [{"role": "user", "content": "1+2="}]}
+        url = f"{opened['base_url']}/chat/completions"
+        httpx.post(url, json=asked, headers=bearer, timeout=seconds, trust_env=False).raise_for_status()
+        [trajectory] = client.get(f"/agent_sessions/{opened['agent_session_id']}").raise_for_status().json()["trajectories"]
+    return trajectory
 
 
 def main(address: str) -> None:
@@ -34,8 +51,9 @@ def main(address: str) -> None:
         service.load(service.publish(1))
         prompts = Template(files, config.data).encode_prompts(["1+2="])
         [answer] = service.sample([prompt.tolist() for prompt in prompts], stop_ids=[], temperature=0.0)
-    if len(losses) != 12 or losses[-1] > losses[0] / 2 or not answer.ids:
-        sys.exit(f"losses {losses}, {len(answer.ids)} tokens sampled")
+    kept = turn(address)
+    if len(losses) != 12 or losses[-1] > losses[0] / 2 or not answer.ids or not sum(kept["mask"]):
+        sys.exit(f"losses {losses}, {len(answer.ids)} tokens sampled, kept of an agent's turn: {kept}")
 
 
 if __name__ == "__main__":

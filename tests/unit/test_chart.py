@@ -17,6 +17,7 @@ from polyreme.cli.main import commands
 from polyreme.config.load import load_config
 from polyreme.config.serve import read_serve
 from polyreme.net.redis_url import split
+from polyreme_trainer.service.agents.run import agents_run_id
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "polyreme"
@@ -72,7 +73,15 @@ def test_lint_finds_nothing() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
 @pytest.mark.parametrize(
-    "presets", [(), ("colocated", "external"), ("environments", "nodes", "sentinel"), ("online",), ("serve", "sentinel")]
+    "presets",
+    [
+        (),
+        ("colocated", "external"),
+        ("environments", "nodes", "sentinel"),
+        ("online",),
+        ("serve", "sentinel"),
+        ("serve", "agents"),
+    ],
 )
 def test_presets_of_all_devices_fit_the_schemas(device: str, presets: tuple[str, ...]) -> None:
     for values in ({}, MUTUAL):
@@ -203,6 +212,28 @@ def test_a_training_service_is_one_pod_in_place_of_a_run(tmp_path: Path) -> None
     config = read_serve(CHART / "files" / "serve.yaml", overrides)
     assert config.security is not None and config.security.token_env == "POLYREME_SERVE_KEY" and not config.security.mutual
     assert (config.host, config.port, config.page_port, config.device) == ("0.0.0.0", 8080, 8081, "cuda")
+
+
+def test_session_addresses_are_beside_the_training_service(tmp_path: Path) -> None:
+    """With the variables and arguments that compose gives them, but for the port, which is the pod's."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    objects = rendered("serve", "agents")
+    containers = {each["name"]: each for each in pods(objects)["serve"]["containers"]}
+    assert {"turns", "agents"} <= containers.keys() and "agents.port=8452" in containers["api"]["args"]
+    for name in ("api", "turns", "agents"):
+        keys = {each["name"] for each in containers[name]["env"] if "SESSION" in each["name"]}
+        assert keys == {"POLYREME_SESSION_KEY", "POLYREME_SESSION_TOKEN"}
+    composed = {
+        name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", services[f"serve-{name}"]["command"]).split() for name in ("turns", "agents")
+    }
+    assert [*composed["turns"], "agents.port=8452"] == containers["turns"]["args"]
+    assert [*composed["agents"][:-1], "8452"] == containers["agents"]["args"]
+    overrides = [word.replace("/runs", str(tmp_path)) for word in containers["api"]["args"][3:]]
+    assert agents_run_id(read_serve(CHART / "files" / "serve.yaml", overrides)) in composed["agents"]
+    ports = {each["name"]: each["port"] for each in objects["Service", "polyreme-serve"]["spec"]["ports"]}
+    assert ports == {"http": 8080, "agents": 8452}
+    (reached,) = objects["NetworkPolicy", "polyreme-clients"]["spec"]["ingress"]
+    assert [each["port"] for each in reached["ports"]] == [8080, 8452]
 
 
 def test_clients_reach_what_is_there_to_be_called() -> None:

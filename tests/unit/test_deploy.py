@@ -19,7 +19,7 @@ COMPOSE = (ROOT / "docker-compose.yml").read_text()
 SERVICES = yaml.safe_load(COMPOSE)["services"]
 OURS = ["reward", "rollout", "trainer"]
 DOCKERFILES = {name: (ROOT / "deploy" / "docker" / f"{name}.Dockerfile").read_text() for name in OURS}
-KEYS = {"POLYREME_ONLINE_KEY", "POLYREME_SERVE_KEY"}
+KEYS = {"POLYREME_ONLINE_KEY", "POLYREME_SERVE_KEY", "POLYREME_SESSION_KEY", "POLYREME_SESSION_TOKEN"}
 SECRETS = {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN", "POLYREME_GRAFANA_PASSWORD", *KEYS}
 
 
@@ -61,7 +61,7 @@ def test_services_that_scale_have_no_name_or_port_of_the_host() -> None:
         for port in service.get("ports", []):
             assert port.startswith("${POLYREME_BIND:-127.0.0.1}:"), name
     assert {name for name, service in SERVICES.items() if service.get("ports")} == {
-        *("redis", "grafana", "gateway", "online", "serve-api"),
+        *("redis", "grafana", "gateway", "online", "serve-api", "serve-agents"),
     }
 
 
@@ -70,7 +70,7 @@ def test_every_service_is_watched_restarted_and_given_time() -> None:
         assert "restart" in service, name
         if name not in ("prepare", "prometheus", "grafana"):
             assert "stop_grace_period" in service and (
-                "healthcheck" in service or name in ("serve-learner", "serve-observer", "serve-sampler")
+                "healthcheck" in service or name in ("serve-learner", "serve-observer", "serve-sampler", "serve-turns")
             ), name
     assert SERVICES["trainer"]["depends_on"]["redis"] == {"condition": "service_healthy"}
     flags = SERVICES["redis"]["command"][0]

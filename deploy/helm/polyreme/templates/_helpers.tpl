@@ -177,7 +177,11 @@ kind: Service
 metadata: {{- include "polyreme.metadata" . | nindent 2 }}
 spec:
   selector: {{- include "polyreme.selector" . | nindent 4 }}
-  ports: [{name: http, port: 8080, targetPort: http}]
+  ports:
+    - {name: http, port: 8080, targetPort: http}
+    {{- if and (eq (index . 1) "serve") (index . 0).Values.serve.agents }}
+    - {name: agents, port: 8452, targetPort: agents}
+    {{- end }}
 {{- end }}
 
 {{/* polyreme.service (list . COMPONENT IMAGE ARGUMENTS): a deployment. Its pods register their addresses in Redis, so `replicas` may be any

@@ -3,6 +3,7 @@
 Its environment server is `polyreme environment`. `agents.turns` samples its turns, and the API opens its sessions and ends them.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ class AgentPolicy:
 
 
 def session_secrets(config: ServeConfig) -> dict[str, str]:
-    """The environment variables of the processes that take part. They are kept where only the service's user can read them."""
-    return {name: kept_secret(config.redis_dir, name.lower()) for name in (KEY_ENV, TOKEN_ENV)}
+    """The environment variables of the processes that take part. Those that are not set are kept where only the service's user can read them."""
+    return {name: os.environ.get(name) or kept_secret(config.redis_dir, name.lower()) for name in (KEY_ENV, TOKEN_ENV)}
 
 
 def run_config(config: ServeConfig, settings: ServeAgents) -> RunConfig:
