@@ -32,6 +32,7 @@ from support.differing_weights import compare
 from support.filled_log import fill
 from support.machines import Machine, Network, redis_on
 from support.models import tiny_model
+from support.processes import command_line
 from support.ranks import run_ranks
 from support.whole_run import make_task
 
@@ -72,7 +73,7 @@ class Cluster:
         return found
 
     def leaders(self) -> list[int]:
-        return [pid for pid in self.pids() if "polyreme_trainer.launch" in psutil.Process(pid).cmdline()]
+        return [pid for pid in self.pids() if "polyreme_trainer.launch" in command_line(psutil.Process(pid))]
 
     async def trained(self, iteration: int) -> None:
         """Allows groups up to an iteration and waits until it is trained."""

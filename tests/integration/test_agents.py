@@ -192,7 +192,7 @@ SHORT = {"lengths": Lengths(8)}
 def config(tmp_path):
     path = tmp_path / "agent.py"
     path.write_text(AGENT)
-    return EnvironmentConfig(file=path, function="run", step_timeout=2.0, start_timeout=60.0, worker_memory_mib=2048)
+    return EnvironmentConfig(file=path, function="run", step_timeout=60.0, start_timeout=60.0, worker_memory_mib=2048)
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
 from support.environment_stream import Stream, serving, started
 from support.episode_world import WIDE, episode_world
+from support.processes import command_line
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 ENVIRONMENT = '''
@@ -95,7 +96,7 @@ SHORT = {"lengths": Lengths(8)}
 def config(tmp_path):
     path = tmp_path / "environment.py"
     path.write_text(ENVIRONMENT)
-    return EnvironmentConfig(file=path, step_timeout=2.0, start_timeout=60.0, worker_memory_mib=512)
+    return EnvironmentConfig(file=path, step_timeout=60.0, start_timeout=60.0, worker_memory_mib=512)
 
 
 async def test_http_answers_to_the_name_that_it_is_advertised_by_and_to_no_other(config):
@@ -135,7 +136,8 @@ async def test_an_episode_and_what_the_service_says_about_it(config):
     ],
 )
 async def test_user_code_that_fails_is_an_error_of_its_episode_alone(config, act, error):
-    async with serving(config) as (_, stream):
+    hasty = config.model_copy(update={"step_timeout": 2.0 if act == "hang" else 60.0})
+    async with serving(hasty) as (_, stream):
         bad, other = stream(), stream()
         await bad.start()
         await other.start()
@@ -354,7 +356,7 @@ async def test_a_server_that_loses_a_process_plays_on(redis, run_id, tmp_path, c
         playing = asyncio.create_task(w.play(client))
         await w.replicas[0].asked.wait()
         processes = [
-            each for each in psutil.Process().children(recursive=True) if "polyreme_environment.worker" in each.cmdline()
+            each for each in psutil.Process().children(recursive=True) if "polyreme_environment.worker" in command_line(each)
         ]
         for process in [
             each for each in processes if (each.ppid() == os.getpid()) == keepers

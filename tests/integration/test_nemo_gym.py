@@ -16,6 +16,7 @@ from polyreme.errors import ConfigError
 from polyreme_environment.nemo_gym.tasks import read_rows
 from support import guide
 from support.environment_stream import serving
+from support.processes import command_line
 from support.recorded_gym import install
 from support.waiting import until
 
@@ -34,7 +35,7 @@ def rows(config):
 
 
 def servers():
-    return [child for child in psutil.Process().children() if any("recorded_gym" in part for part in child.cmdline())]
+    return [child for child in psutil.Process().children() if any("recorded_gym" in part for part in command_line(child))]
 
 
 def said(ask):

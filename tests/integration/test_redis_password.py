@@ -48,7 +48,7 @@ def test_it_is_in_no_record_no_argument_and_no_output(guarded: str, config: RunC
     output.symlink_to(up.out)
     try:
         children = started(psutil.Process(up.pid), ("reward", "rollout", "train"), output)
-        words = [word for child in children for word in child.cmdline()]
+        words = [word for child in children for word in command_line(child)]
     finally:
         up.process.kill()
     assert not psutil.wait_procs(children, timeout=300)[1]

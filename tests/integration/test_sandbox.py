@@ -17,7 +17,7 @@ from polyreme.isolation.sandbox.program import Limits, Mode, SandboxError
 from polyreme.isolation.sandbox.run import Ended, check, run
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import make_rule
-from support.processes import descendants
+from support.processes import command_line, descendants
 from support.rewards import serving
 
 LIMITS = Limits(seconds=20.0, memory_mib=128)
@@ -61,7 +61,7 @@ print(input(), os.listdir(), __name__)
 def test_a_failing_program_is_not_a_sandbox_error(mode: Mode, program: str, over: str | None) -> None:
     ended = script(mode, program, limits=SHORT if over == "time" else LIMITS)
     assert (ended.well, ended.over) == (False, over)
-    assert not [process for process in descendants() if "-X" in process.cmdline()]
+    assert not [process for process in descendants() if "-X" in command_line(process)]
 
 
 def test_a_sandbox_that_takes_its_time_breaks_no_limit(mode: Mode) -> None:
@@ -231,7 +231,7 @@ def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
     )
     process = psutil.Popen([sys.executable, "-c", starter, mode], start_new_session=True)
     try:
-        while not (below := process.children(recursive=True)) or not any("-X" in child.cmdline() for child in below[-1:]):
+        while not (below := process.children(recursive=True)) or not any("-X" in command_line(child) for child in below[-1:]):
             assert process.poll() is None
             time.sleep(0.02)
         below = process.children(recursive=True)

@@ -16,6 +16,7 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError, UnavailableError
 from support import guide
 from support.environment_stream import serving
+from support.processes import command_line
 from support.recorded_env_server import FILE, install
 from support.waiting import until
 
@@ -29,7 +30,9 @@ def config(tmp_path):
 
 def env_server():
     """The process of the env server."""
-    (found,) = [child for child in psutil.Process().children() if any("recorded_env_server" in part for part in child.cmdline())]
+    (found,) = [
+        child for child in psutil.Process().children() if any("recorded_env_server" in part for part in command_line(child))
+    ]
     return found.pid
 
 

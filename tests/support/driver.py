@@ -29,7 +29,7 @@ from polyreme.process.supervisor import last_error
 from support.faults import PHASES, Fault, script_digest
 from support.finished import Finished, finished_episodes
 from support.nursery import Born, Nursery
-from support.processes import runs
+from support.processes import command_line, runs
 from support.proxy import Proxy, at_port, bad_network, port_of
 
 STALL = 300.0
@@ -312,7 +312,7 @@ class Storm:
         with suppress(psutil.Error):
             running = [child for child in psutil.Process(supervisor.pid).children() if runs(child)]
             ours = [
-                child.pid for child in running if any(word.endswith((f".{victim}", f"_{victim}")) for word in child.cmdline())
+                child.pid for child in running if any(word.endswith((f".{victim}", f"_{victim}")) for word in command_line(child))
             ]
             return self._rng.choice(ours) if ours else None  # a learner has several ranks
         return None

@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import yaml
 
 from polyreme.net.ports import free_port
+from support.processes import command_line
 
 TESTS = Path(__file__).resolve().parents[1]
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -68,7 +69,7 @@ class Service:
         for child in psutil.Process(self._process.pid).children():
             with suppress(psutil.NoSuchProcess):
                 here = part != "learner" or child.environ().get("RANK") == str(rank)
-                if here and any(re.search(words, word) for word in child.cmdline()):
+                if here and any(re.search(words, word) for word in command_line(child)):
                     child.kill()
 
     def saved(self, path: str) -> Path:

@@ -18,7 +18,7 @@ from polyreme.net.seal import SEAL
 from polyreme.rundir.run_directory import read_run_file
 from polyreme.rundir.run_records import read_summary
 from support.commands import Fork, fork, piped, polyreme
-from support.processes import runs
+from support.processes import command_line, runs
 from support.waiting import wait_until
 
 CHILD = """#!{python}
@@ -223,8 +223,8 @@ def test_only_its_user_can_read_what_commands_a_run(config_file: Path, run_dir: 
         until(process, "running")
         secret = (run_dir / "redis" / "password").read_text()
         children = psutil.Process(process.pid).children(recursive=True)
-        arguments = [word for child in children for word in child.cmdline()]
-        environments = [child.environ() for child in children if "train" in child.cmdline()]
+        arguments = [word for child in children for word in command_line(child)]
+        environments = [child.environ() for child in children if "train" in command_line(child)]
         (config_file.parent / "trained").touch()
         assert process.stdout is not None
         said = process.stdout.read()

@@ -12,6 +12,7 @@ from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.net import rpc
 from polyreme.net.call_stream import MOST_TOLD_BYTES, UNREAD, CallError, CallStream
 from polyreme.net.many_calls import ManyCalls, NumberedCall
+from support.waiting import until
 
 SECONDS = 300
 Call = NumberedCall[pb.RunRequest, pb.RunResponse]
@@ -136,7 +137,7 @@ async def test_calls_may_end_before_they_are_closed() -> None:
         call.write(said("end"))
         assert [await read(call) for _ in range(2)] == ["end", None]
         await asyncio.wait_for(closing, SECONDS / 2)
-        assert (echo.open, echo.done) == (0, 1)
+        await until(lambda: (echo.open, echo.done) == (0, 1))
 
 
 async def test_calls_that_are_closed_end_on_both_sides() -> None:
@@ -145,7 +146,7 @@ async def test_calls_that_are_closed_end_on_both_sides() -> None:
         assert await read(call) == "a"
         await calls.close(0.05)
         assert (await failure(call))[0] == "UNAVAILABLE"
-    assert echo.open == 0
+        await until(lambda: echo.open == 0)
 
 
 async def test_what_the_caller_does_not_go_on_with_ends() -> None:
