@@ -72,6 +72,7 @@ class AdapterEngine(SimulatedInferenceEngine):
     """A simulated engine whose requests may each have an adapter, of which it keeps the newest ones in memory.
 
     Attributes:
+        loads: how often it was asked to load an adapter.
         read: the names of the adapters in the order in which it has read their files.
         most: the largest number of adapters that ran at once.
         running: the number of running answers of each adapter.
@@ -81,10 +82,14 @@ class AdapterEngine(SimulatedInferenceEngine):
 
     def __init__(self) -> None:
         super().__init__(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
-        self.read, self.most = list[str](), 0
+        self.loads, self.read, self.most = 0, list[str](), 0
         self.running, self._kept = Counter[str](), dict[str, int]()
 
     async def load_adapter(self, adapter: ServedAdapter) -> None:
+        self.loads += 1
+        self._hold(adapter)
+
+    def _hold(self, adapter: ServedAdapter) -> None:
         if adapter.name not in self._kept:
             self.read.append(adapter.name)
             content = (adapter.folder / "adapter_model.safetensors").read_bytes()
@@ -98,7 +103,7 @@ class AdapterEngine(SimulatedInferenceEngine):
             async for new in super().generate(request):
                 yield new
             return
-        await self.load_adapter(request.adapter)
+        self._hold(request.adapter)
         name, seed = request.adapter.name, request.seed ^ self._kept[request.adapter.name]
         self.running[name] += 1
         self.most = max(self.most, len(+self.running))

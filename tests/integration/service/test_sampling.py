@@ -123,6 +123,23 @@ async def test_adapters_run_together_as_the_engine_has_room(adapters: tuple[Samp
     assert len(engine.read) > len(set(engine.read)) == 4
 
 
+async def test_an_adapter_that_running_requests_use_is_not_loaded_again(
+    adapters: tuple[Sampler, AdapterEngine], tmp_path: Path
+) -> None:
+    """When none uses it any more, the engine may have dropped it."""
+    sampler, engine = adapters
+    engine.step_seconds = 0.01
+    path = save_adapter(tmp_path / "saved", 1)
+    running = asyncio.create_task(sampler.tokens(weights=path, max_tokens=200))
+    await until(lambda: engine.running.total() == 1)
+    await asyncio.gather(*(sampler.tokens(weights=path, max_tokens=2) for _ in range(5)))
+    assert engine.loads == 1
+    await running
+    await sampler.tokens(max_tokens=2)  # of the base model
+    await sampler.tokens(weights=path, max_tokens=2)
+    assert engine.loads == 2
+
+
 async def test_an_adapter_that_is_saved_again_is_another_version(adapters: tuple[Sampler, AdapterEngine], tmp_path: Path) -> None:
     """Running requests keep the one that they began with."""
     sampler, engine = adapters
