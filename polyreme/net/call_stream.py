@@ -1,5 +1,5 @@
-"""The server's side of many calls on one stream. What they have to say at the same time is one message, since a message costs far more than its
-parts. `many_calls` is the client's side.
+"""The server's side of many calls on one stream. Their messages that wait at the same time are sent as one batch, since a message costs far more
+than its parts. `many_calls` is the client's side.
 
 Invariant: a call ends with its own status, and with the stream. One that the caller cancels says nothing more.
 """
@@ -20,14 +20,14 @@ from polyreme.net.rpc import MAX_MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 Batch = Any
-"""A message with what many calls tell. To the server: `requests`, each with `number` and `request`, and the numbers of calls to `cancel`. To the
+"""The messages of many calls. To the server: `requests`, each with `number` and `request`, and the numbers of calls to `cancel`. To the
 client: `responses`, each with `number`, `response` and `status`."""
 TOLD_BYTES = 1 << 20
 """Size beyond which a batch takes nothing more."""
 MOST_TOLD_BYTES = MAX_MESSAGE_BYTES - 2 * TOLD_BYTES
 """Maximum size of a message of one call."""
 _ENDING_SECONDS = 0.02
-"""For which calls that begin wait for those that were cancelled before."""
+"""Maximum seconds for which calls that begin wait for the end of those that are cancelled."""
 UNREAD = 1 << 12
 """Maximum number of messages to a call that it has not read."""
 Request = TypeVar("Request", bound=Message)
