@@ -10,6 +10,7 @@ from pathlib import Path
 from serve_side.client import tokens
 
 from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.process.event_loop import run_service
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling, ServedAdapter, ServesAdapters
 from polyreme_rollout.engine.vllm_arguments import with_planned_loras
@@ -67,7 +68,7 @@ def main() -> None:
     config = read_serve(Path(sys.argv[1]))
     run = with_planned_loras(config.as_run())
     with closing(load_engine(run.rollout.engine)(run, run.model.path, random_weights=False)) as engine:
-        asyncio.run(serve(config, engine))
+        run_service(serve(config, engine))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,23 @@ def place_of(id: str, worker: Worker) -> LogPlace:
     return LogPlace(id, worker, lane, int(seq))
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """The open requests of a worker.
+
+    Attributes:
+        places: all, by arrival.
+        newest: the arrival of the newest one.
+        begun: id -> beginnings of its execution, of all workers' requests that have begun.
+        payloads: id -> the request, of new ones.
+    """
+
+    places: list[LogPlace]
+    newest: float
+    begun: dict[str, int]
+    payloads: dict[str, bytes]
+
+
 @dataclass
 class RequestBounds:
     """Bounds of a log, read at each use.
@@ -115,7 +132,7 @@ class RequestLog:
         self.limits = limits or RequestBounds()
         self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
-        self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._waiters: dict[str, set[asyncio.Future[bytes]]] = {}
         self.records = ServiceRecords(redis, name)
 
     def _key(self, *parts: str) -> str:
@@ -128,20 +145,19 @@ class RequestLog:
             self._key("open", place.worker),
             self._key("result", place.id),
             self._key("lane", place.lane),
+            self._key("events", place.worker),
         ]
         limits = self.limits.open, self.limits.lane_bytes
-        owner = place.worker, tenant_in(place.id), self.limits.open if most is None else most
+        owner = tenant_in(place.id), self.limits.open if most is None else most
         answer = await self._scripts.call("submit", place.id, payload, place.seq, *limits, *owner, keys=keys)
         word: Submitted = answer.decode()
         return word
 
-    async def begin(self, place: LogPlace) -> int:
-        """Counts the beginnings of a request's execution, and returns their number: above 1 after executions that ended with their process."""
-        return int(await self._redis.hincrby(self._key("begun"), place.id, 1))
-
-    async def begun(self, place: LogPlace) -> int:
-        """The number of beginnings of an open request's execution."""
-        return int(await self._redis.hget(self._key("begun"), place.id) or 0)
+    async def begin(self, places: Sequence[LogPlace]) -> list[int]:
+        """Counts the beginnings of each request's execution. Returns their numbers: above 1 after executions that ended with their process."""
+        if not places:
+            return []
+        return list(await self._scripts.call("begun", *(place.id for place in places), keys=[self._key("begun")]))
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
         """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
@@ -156,6 +172,7 @@ class RequestLog:
             ("lanes",),
             ("results", client),
             ("bytes", client),
+            ("events", "result"),
         ]
         life = int(self.limits.result_seconds * 1000)
         keys = [self._key(*name) for name in names]
@@ -189,6 +206,14 @@ class RequestLog:
     async def open(self, worker: Worker) -> list[LogPlace]:
         """The requests that wait for a worker, in the order of their arrival."""
         return [place_of(id.decode(), worker) for id in await self._redis.zrange(self._key("open", worker), 0, -1)]
+
+    async def waiting(self, worker: Worker, after: float, most_bytes: int) -> "Waiting":
+        """What waits for a worker, with the payloads of the requests after the arrival `after`, as many as have at most `most_bytes` bytes."""
+        keys = [self._key("requests"), self._key("open", worker), self._key("begun")]
+        ids, newest, begun, new = await self._scripts.call("waiting", str(after), most_bytes, keys=keys)
+        counts = {id.decode(): int(count) for id, count in zip(begun[::2], begun[1::2], strict=True)}
+        payloads = {id.decode(): payload for id, payload in zip(new[::2], new[1::2], strict=True)}
+        return Waiting([place_of(id.decode(), worker) for id in ids], float(newest), counts, payloads)
 
     async def kept(self, lane: str) -> list[LogPlace]:
         """The lane's executed requests that no saved state includes, in order."""
@@ -227,20 +252,19 @@ class RequestLog:
 
     async def result(self, id: str, within: float = 0.0) -> bytes | None:
         """A request's result; None after `within` seconds without one. The waits need `following`."""
-        deadline, event = time.monotonic() + within, asyncio.Event()
-        self._waiters.setdefault(id, set()).add(event)
+        deadline = time.monotonic() + within
+        waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(id, set()).add(waiter)
         try:
             while True:
-                event.clear()
                 if (found := await self._redis.get(self._key("result", id))) is not None:
                     return bytes(found)
                 if (left := deadline - time.monotonic()) <= 0:
                     return None
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left, 5 * _POLL_SECONDS)):  # an event may be lost
-                        await event.wait()
+                if (await asyncio.wait({waiter}, timeout=min(left, 5 * _POLL_SECONDS)))[0]:  # an event may be lost
+                    return waiter.result()
         finally:
-            self._waiters[id].discard(event)
+            self._waiters[id].discard(waiter)
             if not self._waiters[id]:
                 del self._waiters[id]
 
@@ -249,15 +273,18 @@ class RequestLog:
         """Within the block, `result` returns as soon as there is one. Raises StoreError, also in the middle of the block, when Redis is lost."""
 
         async def follow() -> None:
-            last = await self.last_event()
+            last = await self.last_event("result")
             while True:
-                last, events = await self._watch(last)
-                for kind, value in events:
-                    for waiter in self._waiters.get(value, ()) if kind == "result" else ():
-                        waiter.set()
+                last, ids = await self.wait("result", last)
+                ids = [id for id in ids if id in self._waiters]
+                results = await self._redis.mget([self._key("result", id) for id in ids]) if ids else []
+                for id, result in zip(ids, results, strict=True):
+                    for waiter in self._waiters.get(id, ()):
+                        if result is not None and not waiter.done():
+                            waiter.set_result(bytes(result))
 
         over = asyncio.Event()
-        task = asyncio.create_task(follow(), name="events of the request log")
+        task = asyncio.create_task(follow(), name="results of the request log")
         task.add_done_callback(lambda _: over.set())
         try:
             async with until_set(over):
@@ -267,21 +294,19 @@ class RequestLog:
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def last_event(self) -> str:
+    async def last_event(self, kind: Worker | Literal["result"]) -> str:
         """The point after which `wait` sees every event from now on."""
-        entries = await self._redis.xrevrange(self._key("events"), count=1)
+        entries = await self._redis.xrevrange(self._key("events", kind), count=1)
         return str(entries[0][0], "ascii") if entries else "0"
 
-    async def wait(self, last: str) -> str:
-        """Waits at most two seconds for an event after `last`. Returns the newest. Events may be lost, so the caller looks again in any case."""
-        return (await self._watch(last))[0]
-
-    async def _watch(self, last: str) -> tuple[str, list[tuple[str, str]]]:
-        streams = await self._redis.xread({self._key("events"): last}, count=1000, block=int(_POLL_SECONDS * 1000))
+    async def wait(self, kind: Worker | Literal["result"], last: str) -> tuple[str, list[str]]:
+        """Waits at most two seconds for requests of a worker, or results, after the event `last`. Returns the newest event, and their ids. Events may
+        be lost, so the caller looks again in any case."""
+        streams = await self._redis.xread({self._key("events", kind): last}, count=1000, block=int(_POLL_SECONDS * 1000))
         if not streams:
             return last, []
         [(_, entries)] = streams.items() if isinstance(streams, dict) else streams
-        return entries[-1][0].decode(), [(fields[b"kind"].decode(), fields[b"value"].decode()) for _, fields in entries]
+        return entries[-1][0].decode(), [fields[b"value"].decode() for _, fields in entries]
 
     async def record(self, kind: str, name: str) -> Mapping[str, str] | None:
         """What is known of a session or a model; None for an unknown or expired one."""

@@ -3,7 +3,6 @@
 Invariant: it reads the run's Redis and changes nothing in it.
 """
 
-import asyncio
 import logging
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from polyreme.gateway.serve import serve_gateway
 from polyreme.net.endpoint import endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
+from polyreme.process.event_loop import run_service
 
 logger = logging.getLogger("polyreme.gateway")
 
@@ -39,7 +39,7 @@ def gateway(
 ) -> None:
     """Serve one OpenAI-compatible /v1 for all replicas of a run."""
     logging_setup.setup("gateway")
-    asyncio.run(_serve(redis, run, alias or [], host, port, GatewayLimits(max_requests, timeout), wait))
+    run_service(_serve(redis, run, alias or [], host, port, GatewayLimits(max_requests, timeout), wait))
 
 
 async def _serve(

@@ -51,8 +51,8 @@ local function write(index, ...)
   redis.call('HSET', LEDGER, int(index), table.concat({...}, ' '))
 end
 
-local function signal(kind, value)
-  redis.call('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', 'kind', kind, 'value', tostring(value))
+local function signal(kind, value, stream)
+  redis.call('XADD', stream or EVENTS, 'MAXLEN', '~', '1000', '*', 'kind', kind, 'value', tostring(value))
 end
 
 -- The number of orchestrators; a log of an older release does not have it.

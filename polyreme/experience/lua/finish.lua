@@ -2,7 +2,7 @@
 -- finish: stores the result of an open request. The first result of a request stands; a later one changes nothing.
 -- KEYS: common, then requests, open, result, lane as in submit, kept (zset id, by sequence number: executed requests that a restart must
 -- execute again, because no saved state includes them), begun (hash id -> beginnings), lanes (set of lanes with kept requests), and results
--- (list of the client: "BYTES ID" of its results, the oldest first), and bytes (their sum). Writes all of them and events.
+-- (list of the client: "BYTES ID" of its results, the oldest first), bytes (their sum), and events of results. Writes all of them.
 -- ARGV: id, result, the result's life in ms, sequence number (-1: none), 1 if the request is kept, lane, the prefix of the results' keys, most
 -- bytes of the client's results, tenant. Returns whether the result was stored.
 local id, life, seq = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -30,5 +30,5 @@ while true do  -- at least the new one stays
   redis.call('LPOP', results)
   bytes = redis.call('DECRBY', KEYS[18], size)
 end
-signal('result', id)
+signal('result', id, KEYS[19])
 return 1

@@ -1,9 +1,9 @@
 #!lua
 -- submit: adds a request of the training service to its log, before anything executes it. A repetition changes nothing.
 -- KEYS: common, then requests (hash id -> payload), open (zset id, by arrival), result (string of this id), lane (hash of the model: submitted,
--- bytes). Writes requests, open, lane, events.
--- ARGV: id, payload, sequence number (-1: the request has no order), most open requests, most bytes of the lane, worker, tenant, most open
--- requests of the tenant, which `open TENANT` of meta counts.
+-- bytes), events of the worker. Writes requests, open, lane, events.
+-- ARGV: id, payload, sequence number (-1: the request has no order), most open requests, most bytes of the lane, tenant, most open requests of
+-- the tenant, which `open TENANT` of meta counts.
 -- Returns new | known | early (an earlier number is missing) | gone (executed, and the result has expired) | full | quota (of the tenant).
 local id, payload, seq = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local requests, open, result, lane = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
@@ -16,8 +16,8 @@ if seq >= 0 then
   if tonumber(redis.call('HGET', lane, 'bytes') or '0') > tonumber(ARGV[5]) then return 'full' end
 end
 if redis.call('ZCARD', open) >= tonumber(ARGV[4]) then return 'full' end
-local count = 'open ' .. ARGV[7]
-if tonumber(redis.call('HGET', META, count) or '0') >= tonumber(ARGV[8]) then return 'quota' end
+local count = 'open ' .. ARGV[6]
+if tonumber(redis.call('HGET', META, count) or '0') >= tonumber(ARGV[7]) then return 'quota' end
 redis.call('HINCRBY', META, count, 1)
 redis.call('HSET', requests, id, payload)
 redis.call('ZADD', open, redis.call('HINCRBY', META, 'requests', 1), id)
@@ -25,5 +25,5 @@ if seq >= 0 then
   redis.call('HSET', lane, 'submitted', int(seq))
   redis.call('HINCRBY', lane, 'bytes', #payload)
 end
-signal('request', ARGV[6])
+signal('request', id, KEYS[14])
 return 'new'

@@ -6,6 +6,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 
 
@@ -80,9 +81,9 @@ async def test_a_waiter_gets_the_result_when_it_comes(log: RequestLog) -> None:
 async def test_beginnings_are_counted_until_the_end(log: RequestLog) -> None:
     place = in_lane("m", 0)
     await log.submit(place, b"")
-    assert [await log.begin(place), await log.begin(place)] == [1, 2]
+    assert [await log.begin([place]), await log.begin([place])] == [[1], [2]]
     await log.finish(place, b"")
-    assert await log.begin(place) == 1
+    assert await log.begin([place]) == [1]
 
 
 async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
@@ -93,3 +94,40 @@ async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
     assert found is not None and found[0] == {"tenant": "one", "b": "2"} and abs(found[1] - time.time()) < 60
     assert await log.use_record("two", "session", "t") is None
     assert await log.use_record("one", "session", "none") is None
+
+
+async def test_a_worker_sees_what_came_since_it_looked(log: RequestLog) -> None:
+    first, second, other = LogPlace("s:0", "sampler"), LogPlace("s:1", "sampler"), in_lane("m", 0)
+    await log.submit(first, b"a")
+    await log.begin([first])
+    async with asyncio.timeout(60), OpenRequests.of(log, "sampler") as requests:
+        await requests.look()
+        assert requests.places == [first] and requests.has_begun(first)
+        news = asyncio.create_task(requests.news())
+        await log.submit(other, b"")  # for the other worker
+        await log.submit(second, b"b")
+        assert await news
+        await requests.look()
+        assert requests.places == [first, second] and not requests.has_begun(second)
+        assert await requests.take([second, first]) == [b"b", b"a"]
+        assert await requests.take([second]) == [b"b"], "it is read again"
+        await log.finish(first, b"")
+        await requests.look()
+        assert requests.places == [second]
+
+
+async def test_a_worker_is_told_of_a_task_that_ends(log: RequestLog) -> None:
+    async with asyncio.timeout(60), OpenRequests.of(log, "learner") as requests:
+        assert not await requests.news([asyncio.create_task(asyncio.sleep(0))])
+        assert await requests.news(), "two seconds have passed"
+
+
+async def test_many_bytes_stay_in_the_log_until_they_are_taken(log: RequestLog) -> None:
+    places = [LogPlace(f"s:{number}", "sampler") for number in range(4)]
+    async with asyncio.timeout(60), OpenRequests.of(log, "sampler", most_bytes=3) as requests:
+        for number, place in enumerate(places):
+            await log.submit(place, b"xy" + bytes([number]))
+        await requests.look()
+        read = await log.waiting("sampler", 0.0, 5)
+        assert requests.places == places and list(read.payloads) == ["s:0"]
+        assert await requests.take(places) == [b"xy" + bytes([number]) for number in range(4)]

@@ -94,7 +94,7 @@ async def test_a_request_that_ended_the_process_is_executed_alone(log: RequestLo
         await results(log, created)
     backward = batch("forward_backward", 3)
     waiting = await submit(log, 1, a=backward, b=backward, c=backward)
-    await log.begin(waiting[1])
+    await log.begin([waiting[1]])
     async with learning(log, tmp_path) as computing:
         assert len(await results(log, waiting)) == 3
     assert [MODELS[1]] in computing.passes

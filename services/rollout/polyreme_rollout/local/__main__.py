@@ -19,6 +19,7 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connected
 from polyreme.hub.resolve import resolve_path
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import GRACE_SECONDS, exit_at_once_on_sigterm, exit_on_error, freeze_gc, stop_event, until_set
 from polyreme.rundir.run_directory import owned
 from polyreme_rollout.engine.load import load_engine
@@ -47,7 +48,7 @@ def run(config: ServeConfig, url: str) -> None:
     """Runs the sampler of a service until a signal. `url`: its Redis."""
     settings = with_planned_loras(config.as_run())
     with closing(load_engine(settings.rollout.engine)(settings, settings.model.path, random_weights=False)) as engine:
-        asyncio.run(serve(config, engine, url))
+        run_service(serve(config, engine, url))
 
 
 def sampler(

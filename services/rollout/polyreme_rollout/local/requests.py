@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
+from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
 from polyreme_rollout.engine.protocol import (
     EngineRequest,
@@ -80,38 +81,39 @@ class ServedSampler:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises EngineDeadError or StoreError when it cannot continue."""
-        last, news = await self._log.last_event(), None
         try:
-            while not stop.is_set():
-                await self._start_waiting()
-                news = asyncio.create_task(self._log.wait(last))
-                done, _ = await asyncio.wait({news, *self._running}, return_when=asyncio.FIRST_COMPLETED)
-                for task in [each for each in self._running if each in done]:
-                    del self._running[task]
-                    task.result()  # raises
-                busy = {each.adapter for each in self._running.values()}
-                self._loading = {adapter: load for adapter, load in self._loading.items() if adapter.folder in busy}
-                if self._report.is_due or not self._running:
-                    await self._report.send()
-                last = await news
+            async with OpenRequests.of(self._log, "sampler") as requests:
+                look = True
+                while not stop.is_set():
+                    held = look and await self._start_waiting(requests)
+                    look = await requests.news(self._running) or held
+                    for task in [each for each in self._running if each.done()]:
+                        del self._running[task]
+                        task.result()  # raises
+                    busy = {each.adapter for each in self._running.values()}
+                    self._loading = {adapter: load for adapter, load in self._loading.items() if adapter.folder in busy}
+                    if self._report.is_due or not self._running:
+                        await self._report.send()
             await self._report.send()
         finally:
-            tasks = [*self._running, *self._loading.values(), *([news] if news else [])]
+            tasks = [*self._running, *self._loading.values()]
             for each in tasks:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start_waiting(self) -> None:
-        """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs."""
+    async def _start_waiting(self, requests: OpenRequests) -> bool:
+        """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs. Returns whether others wait
+        until running ones have ended."""
         started = {each.id for each in self._running.values()}
-        waiting = in_turns([place for place in await self._log.open("sampler") if place.id not in started])
+        await requests.look()
+        waiting = in_turns([place for place in requests.places if place.id not in started])
         self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
         new = [place for place in waiting[:MAX_RUNNING] if place.id not in self._requests]
-        for place, payload in zip(new, await self._log.payloads(new), strict=True):
+        for place, payload in zip(new, await requests.take(new), strict=True):
             self._requests[place.id] = SampleRequest.unpack(payload)
         while waiting and self._needs(self._requests[waiting[0].id]) != self._loaded:
             if self._running:
-                return
+                return True
             if await self._load(waiting[0]):
                 break
             waiting = waiting[1:]
@@ -120,11 +122,14 @@ class ServedSampler:
         ready = ready[: fitting([self._requests[place.id].load for place in ready], busy_samples, MAX_RUNNING)]
         adapters = [self._adapter(self._requests[place.id]) for place in ready]
         busy = {each.adapter for each in self._running.values() if each.adapter is not None}
-        for number in admitted(adapters, busy, 0 if self._adapters is None else self._adapters.max_loras):
+        chosen = admitted(adapters, busy, 0 if self._adapters is None else self._adapters.max_loras)
+        begun = await self._log.begin([ready[number] for number in chosen])
+        for number, count in zip(chosen, begun, strict=True):
             place = ready[number]
-            request = self._requests[place.id]
-            task = asyncio.create_task(self._answer(place, request))
+            request = self._requests.pop(place.id)
+            task = asyncio.create_task(self._answer(place, request, count))
             self._running[task] = Running(place.id, adapters[number], request.load)
+        return len(chosen) < len(waiting)
 
     def _can_run(self, place: LogPlace) -> bool:
         """Whether what a request needs is loaded."""
@@ -171,14 +176,15 @@ class ServedSampler:
         self._loaded = wanted
         return True
 
-    async def _answer(self, place: LogPlace, request: SampleRequest) -> None:
+    async def _answer(self, place: LogPlace, request: SampleRequest, begun: int) -> None:
+        """Stores the answer to a request that has begun `begun` times."""
         room = self._engine.max_model_len - len(request.prompt)
         vocabulary = self._engine.vocab_size
         if room < 1:
             problem = f"expected a prompt of at most {self._engine.max_model_len - 1} tokens; found {len(request.prompt)}"
         elif not request.prompt or not all(0 <= id < vocabulary for id in request.prompt):
             problem = f"expected a prompt of token ids from 0 to {vocabulary - 1}; found others, or none"
-        elif (begun := await self._log.begin(place)) > MAX_BEGUN:
+        elif begun > MAX_BEGUN:
             lost = f"the sampler ended {begun - 1} times while it answered this request; see its log"
             await self._log.finish(place, _failure(lost, "server"))
             return

@@ -23,6 +23,7 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import GRACE_SECONDS, exit_at_once_on_sigterm, exit_on_error, freeze_gc, stop_event, until_set
 from polyreme.process.quick_imports import quick_imports
 from polyreme_trainer.learner.leader import LeaderError
@@ -47,9 +48,7 @@ async def with_log(config: ServeConfig, work: Callable[[RequestLog, Redis, async
     async with until_set(stop, GRACE_SECONDS):
         redis = await connect(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT)
         try:
-            log = RequestLog(redis, config.name)
-            async with log.following():
-                await work(log, redis, stop)
+            await work(RequestLog(redis, config.name), redis, stop)
         finally:
             await redis.aclose()
 
@@ -63,7 +62,7 @@ def run_api(config: ServeConfig) -> None:
         key, accounts = kept_secret(config.redis_dir, SIGNING_KEY), Accounts.read(config)
         about = config.served_name, str(config.model.path), architecture, longest
         host, https = config.host or loopback(), config.security is not None and config.security.certificate is not None
-        async with AsyncExitStack() as stack:
+        async with log.following(), AsyncExitStack() as stack:
             agents = None
             if config.agents is not None:
                 run = await open_run(redis, config, config.agents)
@@ -78,7 +77,7 @@ def run_api(config: ServeConfig) -> None:
             logger.info("ready: %s:%d", host, port)
             await stop.wait()
 
-    asyncio.run(with_log(config, serve))
+    run_service(with_log(config, serve))
 
 
 def run_learner(config: ServeConfig) -> None:
@@ -105,10 +104,10 @@ def run_learner(config: ServeConfig) -> None:
         async def execute(log: RequestLog, redis: Redis, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
             canary = SnapshotProbe.of(engine.vocabulary, min(config.sampler.max_model_len, engine.longest), engine.dtype)
-            async with LeadingEngine(engine, engine.ranks).telling() as told:
+            async with log.following(), LeadingEngine(engine, engine.ranks).telling() as told:
                 await ModelLearner(log, told, states, config.served_name, config.learner.max_models, canary).run(stop)
 
-        asyncio.run(with_log(config, execute))
+        run_service(with_log(config, execute))
 
 
 def run_observer(config: ServeConfig) -> None:
@@ -120,7 +119,7 @@ def run_observer(config: ServeConfig) -> None:
             logger.info("ready: http://%s:%d", loopback(), port)
             await observer.run(stop)
 
-    asyncio.run(with_log(config, observe))
+    run_service(with_log(config, observe))
 
 
 def run_turns(config: ServeConfig) -> None:
@@ -132,9 +131,10 @@ def run_turns(config: ServeConfig) -> None:
             raise ConfigError("a section `agents`, for the part `turns`", "none", "Add it, or do not start this part.")
         run = await find_run(redis, config)
         logger.info("ready: the turns of %s", run.run_id)
-        await serve_turns(log, run, config, config.agents, stop)
+        async with log.following():
+            await serve_turns(log, run, config, config.agents, stop)
 
-    asyncio.run(with_log(config, turns))
+    run_service(with_log(config, turns))
 
 
 def main() -> None:

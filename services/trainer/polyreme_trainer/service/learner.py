@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from polyreme.config.trainer import LoraConfig
+from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
 from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import ModelLostError, TenantError
@@ -99,47 +100,49 @@ class ModelLearner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises StoreError when Redis is lost."""
-        turn, last, swept = LaneTurn(), await self._log.last_event(), -math.inf
+        turn, swept = LaneTurn(), -math.inf
         try:
-            while not stop.is_set():
-                if time.monotonic() - swept > SWEEP_SECONDS:
-                    await self._sweep()
-                    swept = time.monotonic()
-                waiting = await self._waiting()
-                chosen = next_request(waiting, turn)
-                if chosen is None:
-                    last = await self._log.wait(last)
-                    continue
-                place, turn = chosen
-                await self._finish(await self._joined(waiting, place))
-                await asyncio.sleep(0)  # for the signal handlers and the snapshots that load
+            async with OpenRequests.of(self._log, "learner") as requests:
+                while not stop.is_set():
+                    if time.monotonic() - swept > SWEEP_SECONDS:
+                        await self._sweep()
+                        swept = time.monotonic()
+                    waiting = await self._waiting(requests)
+                    chosen = next_request(waiting, turn)
+                    if chosen is None:
+                        await requests.news(self._loading.values())
+                        continue
+                    place, turn = chosen
+                    await self._finish(await self._joined(requests, waiting, place))
+                    await asyncio.sleep(0)  # for the signal handlers and the snapshots that load
         finally:
             for task in self._loading.values():
                 task.cancel()
             await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
-    async def _waiting(self) -> list[LogPlace]:
+    async def _waiting(self, requests: OpenRequests) -> list[LogPlace]:
         """The open requests, without those of models whose snapshot is loading. Raises what its loading has raised."""
         for place in [place for place, task in self._loading.items() if task.done()]:
             self._loading.pop(place).result()
-        places = await self._log.open("learner")  # those that are done are not among them any more
-        loading = {place.lane for place in places if place in self._loading}
-        return [place for place in places if place.lane not in loading]
+        await requests.look()  # those that are done are not among them any more
+        loading = {place.lane for place in requests.places if place in self._loading}
+        return [place for place in requests.places if place.lane not in loading]
 
-    async def _joined(self, waiting: Sequence[LogPlace], leader: LogPlace) -> dict[LogPlace, bytes]:
+    async def _joined(self, requests: OpenRequests, waiting: Sequence[LogPlace], leader: LogPlace) -> dict[LogPlace, bytes]:
         """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may have ended the
         process is executed alone."""
-        joined = {leader: await self._log.payload(leader)}
+        joined = dict(zip([leader], await requests.take([leader]), strict=True))
         op = Request.unpack(joined[leader]).op
-        if op not in BATCHES or await self._log.begun(leader):
+        if op not in BATCHES or requests.has_begun(leader):
             return joined
         await self._recover(leader.lane)  # which may move another model to disk
         room = self._engine.pass_bytes - len(joined[leader])
         for place in firsts(waiting).values():
-            if place.lane == leader.lane or place.lane not in self._engine.models or len(joined) >= self._engine.most:
+            has_model = place.lane != leader.lane and place.lane in self._engine.models
+            if not has_model or requests.has_begun(place) or len(joined) >= self._engine.most:
                 continue
-            payload = await self._log.payload(place)
-            if len(payload) <= room and Request.unpack(payload).op == op and not await self._log.begun(place):
+            [payload] = await requests.take([place])
+            if len(payload) <= room and Request.unpack(payload).op == op:
                 joined[place] = payload
                 room -= len(payload)
         return joined
@@ -147,7 +150,7 @@ class ModelLearner:
     async def _finish(self, payloads: Mapping[LogPlace, bytes]) -> None:
         """Executes requests, of different models, and stores their results."""
         requests = {place: Request.unpack(payload) for place, payload in payloads.items()}
-        began, at, begun = time.monotonic(), time.time(), dict[LogPlace, int]()
+        began, at = time.monotonic(), time.time()
         for place, request in requests.items():
             if request.op == "unload_model":
                 await self._report.unloaded(place.lane, place.seq)
@@ -155,7 +158,7 @@ class ModelLearner:
                 await self._unload(place.lane)
                 return
             await (self._make_room() if request.op in CREATES else self._recover(place.lane))
-            begun[place] = await self._log.begin(place)
+        begun = dict(zip(requests, await self._log.begin(list(requests)), strict=True))
         results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
         counting = asyncio.create_task(await self._report.executed(requests, at, time.time()))
