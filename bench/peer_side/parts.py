@@ -79,7 +79,7 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.models.build import init_parallel
     from polyreme_trainer.megatron.run_engine import RunEngine
-    from polyreme_trainer.orchestrator.tasks import together
+    from polyreme.process.tasks import together
 
     device = Device(config.device, 0, config.trainer.parallel.threads)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -37,6 +37,14 @@ def find_source(module: str) -> Path | None:
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
+def read_source(path: Path, fix: str) -> str:
+    """The text of a Python file. Raises ConfigError, which says `fix`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a Python file {path}", str(error), fix) from None
+
+
 def digest_of(code: bytes) -> str:
     """The first 16 hexadecimal digits of a source's SHA-256."""
     return hashlib.sha256(code).hexdigest()[:16]

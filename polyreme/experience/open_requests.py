@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 from polyreme.experience.requests import LogPlace, RequestLog, Worker
+from polyreme.process.tasks import end_all
 
 MAX_BYTES = 16 << 20
 """Most bytes of requests that are kept until the worker asks for them. It reads the others from the log."""
@@ -37,8 +38,7 @@ class OpenRequests:
             yield requests
         finally:
             if requests._event is not None:
-                requests._event.cancel()
-                await asyncio.gather(requests._event, return_exceptions=True)
+                await end_all([requests._event])
 
     async def look(self) -> None:
         """Reads what is open now. Raises StoreError."""

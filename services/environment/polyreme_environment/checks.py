@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyreme.config.data import Sources, TaskSource
 from polyreme.config.environment import EnvironmentConfig, McpServer, PythonTool
-from polyreme.config.python_source import FUNCTIONS, parse
+from polyreme.config.python_source import FUNCTIONS, parse, read_source
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, PolyremeError
@@ -90,11 +90,7 @@ def _check_tools(tools: Sequence[object], sources: Sequence[TaskSource]) -> Iter
 
 def _parsed(file: Path, key: str) -> dict[str, ast.stmt]:
     """The names that a file binds. Raises ConfigError, which names the key."""
-    try:
-        code = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a Python file {file}", str(error), f"Fix environment.{key}.") from None
-    return parse(code, str(file))
+    return parse(read_source(file, f"Fix environment.{key}."), str(file))
 
 
 def _check_package(data: Sources, venv: Path) -> Iterator[PolyremeError]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.isolation.privacy import scrubbed
 from polyreme.process.backoff import Backoff
+from polyreme.process.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +119,8 @@ async def until_answers(
         ConfigError: one of them has ended.
         UnavailableError: there is no answer within `seconds`, environment.start_timeout.
     """
-    ended = [asyncio.ensure_future(process.wait()) for process in processes]
     try:
-        async with asyncio.timeout(seconds):
+        async with running(*(process.wait() for process in processes)) as ended, asyncio.timeout(seconds):
             while not await answers():
                 for each in ended:
                     if each.done():
@@ -128,9 +128,6 @@ async def until_answers(
     except TimeoutError:
         limit = f"environment.start_timeout = {seconds:g} s"
         raise UnavailableError(f"{what} within {limit}", "no answer", "Raise it, or see the log.") from None
-    finally:
-        for each in ended:
-            each.cancel()
 
 
 class KeptProcesses:
@@ -184,10 +181,6 @@ class KeptProcesses:
 
 async def _first_end(processes: Sequence[ForeignProcess]) -> str:
     """Waits until one has ended. Returns how."""
-    waiting = [asyncio.ensure_future(process.wait()) for process in processes]
-    try:
+    async with running(*(process.wait() for process in processes)) as waiting:
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         return next(iter(done)).result()
-    finally:
-        for each in waiting:
-            each.cancel()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.errors import ConfigError
+from polyreme.config.python_source import read_source
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.contract import ContractError, Reply
 from polyreme_environment.metrics import EnvironmentMetrics
@@ -209,11 +209,8 @@ class EpisodeWorkers:
             UnavailableError: loading takes longer than `start_timeout`.
         """
         config = self._config
-        try:
-            code = "" if config.file is None else config.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            fix = "Fix environment.file. The service reads it on its own machine."
-            raise ConfigError(f"a Python file {config.file}", str(error), fix) from None
+        fix = "Fix environment.file. The service reads it on its own machine."
+        code = "" if config.file is None else read_source(config.file, fix)
         where = "environment.tools" if config.file is None else str(config.file)
         file = {"path": where, "code": code, "options": config.options, "memory_mib": config.worker_memory_mib}
         first_message = {**file, **setup}

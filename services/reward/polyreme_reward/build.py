@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from polyreme.config.python_source import read_source
 from polyreme.config.reward import RewardConfig, RewardSpec
-from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme_reward.items import Reward
 from polyreme_reward.metrics import RewardMetrics
@@ -109,9 +109,4 @@ def _source(spec: RewardSpec) -> dict[str, object]:
 
 def read_file(path: Path) -> str:
     """The text of a Python file. Raises ConfigError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"a Python file {path}", str(error), "Fix `file`. The reward service reads it on its own machine."
-        ) from None
+    return read_source(path, "Fix `file`. The reward service reads it on its own machine.")

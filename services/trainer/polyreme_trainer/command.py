@@ -31,6 +31,7 @@ from polyreme.net.ports import check_free
 from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
+from polyreme.process.tasks import task_group
 from polyreme.rundir.checks import check_run
 from polyreme.rundir.run_directory import make_folder, next_attempt, open_run, open_stage
 from polyreme.rundir.start import Start, prepared, start_of
@@ -38,7 +39,6 @@ from polyreme.terminal.completion import DpoOverrides, Overrides, RewardModelOve
 from polyreme.terminal.terminal import TerminalConsole
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import serve_launches
-from polyreme_trainer.orchestrator.tasks import task_group
 
 logger = logging.getLogger(__name__)
 

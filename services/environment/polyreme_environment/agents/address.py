@@ -84,6 +84,7 @@ class AllSessions:
             return self._product.find(key, id)
 
 
+Answered = Callable[[Request], Awaitable[Response]]
 Answer = Callable[[OpenSession, bytes, bool], Awaitable[Response]]
 """Answers a request, by its body and whether it is NeMo Gym's."""
 
@@ -96,24 +97,17 @@ def is_session_path(path: str) -> bool:
 def session_routes(sessions: Sessions) -> list[Route]:
     """The routes."""
 
-    def guarded(answer: Answer, api: Api) -> Callable[[Request], Awaitable[Response]]:
+    def in_session(answer: Answer, api: Api) -> Answered:
         async def answered(request: Request) -> Response:
-            try:
-                session = sessions.find(await _key(request), request.path_params.get("id"))
-                return await answer(session, await request.body(), "key" in request.path_params)
-            except RefusedRequestError as refused:
-                return refusal(refused, api)
-            except StoreError as error:
-                return refusal(unavailable(error), api)
-            except ClientDisconnect:  # within its body
-                return Response(status_code=400)
+            session = sessions.find(await _key(request), request.path_params.get("id"))
+            return await answer(session, await request.body(), "key" in request.path_params)
 
-        return answered
+        return guarded(answered, api)
 
     routes: list[tuple[str, str, Answer, Api]] = [("POST", path, _turn_of(api), api) for path, api in APIS.items()]
     routes += [("POST", "/v1/reward", _reward, chat), ("GET", "/v1/models", _models, chat)]
     return [
-        Route(f"{prefix}{path}", guarded(answer, api), methods=[method])
+        Route(f"{prefix}{path}", in_session(answer, api), methods=[method])
         for prefix in _PREFIXES
         for method, path, answer, api in routes
     ]
@@ -126,13 +120,29 @@ async def _key(request: Request) -> str:
     return key_of(request)
 
 
-def refusal(refused: RefusedRequestError, api: Api = chat) -> Response:
+def guarded(answer: Answered, api: Api = chat) -> Answered:
+    """Answers what is refused in the form of an API."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except RefusedRequestError as refused:
+            return _refusal(refused, api)
+        except StoreError as error:
+            return _refusal(_unavailable(error), api)
+        except ClientDisconnect:  # within its body
+            return Response(status_code=400)
+
+    return answered
+
+
+def _refusal(refused: RefusedRequestError, api: Api) -> Response:
     """The reply to a refused request, in the format of its API."""
     headers = {"Retry-After": str(_RETRY_SECONDS)} if refused.status in (429, 503) else None
     return JSONResponse(api.error(refused.status, refused.message, refused.code), refused.status, headers)
 
 
-def unavailable(error: StoreError) -> RefusedRequestError:
+def _unavailable(error: StoreError) -> RefusedRequestError:
     """The refusal of a request that the log did not take."""
     return RefusedRequestError(503, f"expected an answer of the run's log; found {error.found}", "unavailable")
 
@@ -181,7 +191,7 @@ class _EventStream(StreamingResponse):
             async for part in server_sent(writer, self._parts(first)):
                 yield part
         except (RefusedRequestError, StoreError) as found:
-            refused = unavailable(found) if isinstance(found, StoreError) else found
+            refused = _unavailable(found) if isinstance(found, StoreError) else found
             error = api.error(refused.status, refused.message, refused.code)
             yield encoded([{"type": "error", **error}], is_named=writer.is_named)
 

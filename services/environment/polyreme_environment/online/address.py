@@ -7,19 +7,14 @@
 Invariant: without the run's key, or that of the session, a request learns nothing but that.
 """
 
-from collections.abc import Awaitable, Callable
-
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polyreme.errors import StoreError
 from polyreme.experience.online import session_url
-from polyreme_environment.agents.address import key_of, read_reward, read_task, refusal, unavailable
+from polyreme_environment.agents.address import guarded, key_of, read_reward, read_task
 from polyreme_environment.agents.request import RefusedRequestError, read_object
 from polyreme_environment.online.pool import OnlinePool
-
-Answered = Callable[[Request], Awaitable[Response]]
 
 
 def online_routes(pool: OnlinePool) -> list[Route]:
@@ -48,21 +43,7 @@ def online_routes(pool: OnlinePool) -> list[Route]:
         return JSONResponse({**state, "reward": found.reward, "reason": found.reason, "group": found.group})
 
     return [
-        Route("/v1/sessions", _guarded(opened), methods=["POST"]),
-        Route("/v1/sessions/{id}", _guarded(told), methods=["GET"]),
-        Route("/v1/sessions/{id}/reward", _guarded(rewarded), methods=["POST"]),
+        Route("/v1/sessions", guarded(opened), methods=["POST"]),
+        Route("/v1/sessions/{id}", guarded(told), methods=["GET"]),
+        Route("/v1/sessions/{id}/reward", guarded(rewarded), methods=["POST"]),
     ]
-
-
-def _guarded(answer: Answered) -> Answered:
-    async def answered(request: Request) -> Response:
-        try:
-            return await answer(request)
-        except RefusedRequestError as refused:
-            return refusal(refused)
-        except StoreError as error:
-            return refusal(unavailable(error))
-        except ClientDisconnect:  # within its body
-            return Response(status_code=400)
-
-    return answered

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from polyreme.config.environment import EnvironmentConfig, McpServer, PythonLimits, PythonTool
-from polyreme.config.python_source import load_module
+from polyreme.config.python_source import load_module, read_source
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import own_members
 from polyreme_environment.tool_schema import Schema, tool_schema
@@ -33,10 +33,7 @@ def sources_of(config: EnvironmentConfig) -> list[dict[str, object]]:
         elif isinstance(tool, McpServer):
             found.append({"mcp": tool.model_dump()})
         else:
-            try:
-                found.append({"path": str(tool), "code": tool.read_text(encoding="utf-8")})
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"a Python file {tool}", str(error), "Fix environment.tools.") from None
+            found.append({"path": str(tool), "code": read_source(tool, "Fix environment.tools.")})
     return found
 
 

@@ -21,6 +21,7 @@ import xxhash
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
+from polyreme.process.tasks import end_all
 from polyreme_rollout.engine.protocol import (
     EngineRequest,
     InferenceEngine,
@@ -96,10 +97,7 @@ class ServedSampler:
                         await self._report.send()
             await self._report.send()
         finally:
-            tasks = [*self._running, *self._loading.values()]
-            for each in tasks:
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all([*self._running, *self._loading.values()])
 
     async def _start_waiting(self, requests: OpenRequests) -> bool:
         """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs. Returns whether others wait

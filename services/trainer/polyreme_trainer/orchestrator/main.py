@@ -18,6 +18,7 @@ from polyreme.experience.metric_records import GroupsPlanned, ServiceNotice
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.shard import Shard
 from polyreme.process.lifecycle import freeze_gc
+from polyreme.process.tasks import task_group, together
 from polyreme_trainer.data.prompts import Dataset, load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.choose import make_environments
@@ -36,7 +37,6 @@ from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
 from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherClient
-from polyreme_trainer.orchestrator.tasks import task_group, together
 
 logger = logging.getLogger(__name__)
 

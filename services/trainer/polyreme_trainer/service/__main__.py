@@ -19,7 +19,7 @@ from polyreme.config.serve import ServeConfig, read_serve
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import kept_secret
 from polyreme.experience.requests import RequestLog
-from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connected
 from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
@@ -45,12 +45,8 @@ async def with_log(config: ServeConfig, work: Callable[[RequestLog, Redis, async
     """Runs `work` until a signal, with the request log and its Redis. Also ends while Redis does not answer: then what waits for it is cancelled after
     GRACE_SECONDS."""
     stop = stop_event()
-    async with until_set(stop, GRACE_SECONDS):
-        redis = await connect(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT)
-        try:
-            await work(RequestLog(redis, config.name), redis, stop)
-        finally:
-            await redis.aclose()
+    async with until_set(stop, GRACE_SECONDS), connected(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT) as redis:
+        await work(RequestLog(redis, config.name), redis, stop)
 
 
 def run_api(config: ServeConfig) -> None:

@@ -8,7 +8,7 @@ policy.
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +33,7 @@ from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.machine import core_limit
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
+from polyreme.process.tasks import running
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.rundir.run_records import write_atomically
 from polyreme.terminal.terminal import TerminalConsole
@@ -127,20 +128,14 @@ async def _run_ranks(config: ServeConfig, redis: str) -> None:
     await _keep(Supervisor([ranks], config.max_restarts, first_backoff=0.2), stop_event())
 
 
-async def _keep(supervisor: Supervisor, stop: asyncio.Event, *others: asyncio.Task[object]) -> None:
+async def _keep(supervisor: Supervisor, stop: asyncio.Event, *others: Coroutine[object, object, None]) -> None:
     """Keeps processes running until `stop`, then ends them. Raises ChildFailedError, or what one of `others` raises."""
-    running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), *others]
-    ending = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
-        for task in running:
+    async with running(stop.wait()) as ending, running(supervisor.run(), *others) as working:
+        await asyncio.wait({*ending, *working}, return_when=asyncio.FIRST_COMPLETED)
+        for task in working:
             if task.done() and not stop.is_set():
                 task.result()  # raises
         await supervisor.stop(_GRACE_SECONDS)
-    finally:
-        for task in (ending, *running):
-            task.cancel()
-        await asyncio.gather(ending, *running, return_exceptions=True)
 
 
 def _write_demo() -> Path:
@@ -190,14 +185,8 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
         url = str(without_password(server.url))  # the processes find its password in their environment
         kept = server.keep(config.max_restarts, console.print, "start the service again")
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        starting = asyncio.create_task(_announce(config, console, log_dir, demo))
-        stopping = asyncio.create_task(_say_stop(stop, console))
-        try:
-            await _keep(supervisor, stop, asyncio.create_task(kept))
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-            await asyncio.gather(starting, stopping, return_exceptions=True)
+        async with running(_announce(config, console, log_dir, demo), _say_stop(stop, console)):
+            await _keep(supervisor, stop, kept)
 
 
 async def _say_stop(stop: asyncio.Event, console: Console) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
+from polyreme.process.tasks import end_all
 from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import ModelLostError, TenantError
 from polyreme_trainer.service.folders import Facts
@@ -89,7 +90,7 @@ class ModelLearner:
         """The newest request that the engine's state of each model includes; the model that was used last is the last one."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
             "create_model": self._create,
-            "create_from": self._create_from,
+            "create_from": self._load_weights,
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
@@ -116,9 +117,7 @@ class ModelLearner:
                     await self._finish(await self._joined(requests, waiting, place))
                     await asyncio.sleep(0)  # for the signal handlers and the snapshots that load
         finally:
-            for task in self._loading.values():
-                task.cancel()
-            await asyncio.gather(*self._loading.values(), return_exceptions=True)
+            await end_all(self._loading.values())
 
     async def _waiting(self, requests: OpenRequests) -> list[LogPlace]:
         """The open requests, without those of models whose snapshot is loading. Raises what its loading has raised."""
@@ -325,29 +324,22 @@ class ModelLearner:
         self._engine.create(lane, lora, seed, critic)
         return json_result(type="create_model", model_id=lane)
 
-    def _create_from(self, lane: str, seq: int, request: Request) -> bytes:
-        folder, facts = self._read_checkpoint(request)
-        self._check_alone(lane, facts.lora)
-        self._load_checkpoint(lane, folder, facts)
-        return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
-
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
+        """Into a model, or as a new one. Raises ModelLostError when a client deletes the checkpoint meanwhile."""
         folder, facts = self._read_checkpoint(request)
-        if facts.base_model != self._name(lane):
+        if request.op == "create_from":
+            self._check_alone(lane, facts.lora)
+        elif facts.base_model != self._name(lane):
             raise TenantError(f"expected a checkpoint of {self._name(lane)}; found one of {facts.base_model}")
-        if facts.lora != self._engine.models[lane]:
+        elif facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        self._load_checkpoint(lane, folder, facts)
-        return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
-
-    def _load_checkpoint(self, lane: str, folder: Path, facts: Facts) -> None:
-        """As `_load_state`. Raises ModelLostError when a client deletes the checkpoint meanwhile."""
         try:
             self._load_state(lane, folder, facts)
         except FileNotFoundError:
             raise ModelLostError("expected a saved checkpoint; found one that was deleted while it was read") from None
+        return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _load_state(self, lane: str, folder: Path, facts: Facts) -> None:
         """Gives a model what was saved in a directory, and creates the model if there is none."""
@@ -374,13 +366,12 @@ class ModelLearner:
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
-        checkpoint = self._save_files(lane, seq, request, "weights", partial(self._engine.save, lane, gradient=False))
-        return json_result(type="save_weights", path=str(checkpoint))
+        return json_result(type="save_weights", path=str(self._save_files(lane, seq, request, "weights")))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
         if lane in self._engine.critics:
             raise TenantError("not supported: weights for a sampler of a critic, which has values and no tokens")
-        checkpoint = self._save_installed(lane, seq, request, "sampler_weights")
+        checkpoint = self._save_files(lane, seq, request, "sampler_weights")
         if self._canary is not None:
             measured = self._engine.forward({lane: self._canary.call})[lane]
             assert isinstance(measured, BatchResult)
@@ -390,13 +381,12 @@ class ModelLearner:
         return json_result(type="save_weights_for_sampler", **named)
 
     def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
-        return json_result(type="save_weights_external", path=str(self._save_installed(lane, seq, request, "external_weights")))
+        return json_result(type="save_weights_external", path=str(self._save_files(lane, seq, request, "external_weights")))
 
-    def _save_installed(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
-        """Saves the files of the installed model: PEFT's, or all weights."""
-        return self._save_files(lane, seq, request, kind, partial(self._engine.write_sampler_weights, lane))
-
-    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind, write: Callable[[Path], None]) -> SavedModel:
+    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
+        """Saves a model to continue from, of the kind `weights`, or the installed one: PEFT's files, or all weights."""
+        resumable = partial(self._engine.save, lane, gradient=False)
+        write = resumable if kind == "weights" else partial(self._engine.write_sampler_weights, lane)
         checkpoint = SavedModel(lane, kind, request.fields["name"])
         self._states.save(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
         return checkpoint

@@ -161,8 +161,7 @@ class InOrder(OfModel):
     seq_id: Seq
 
 
-class OptimStep(OfModel):
-    seq_id: Seq
+class OptimStep(InOrder):
     adam_params: AdamSettings | None = None
     optimizer_params: AdamSettings | None = None
 
@@ -171,9 +170,8 @@ class OptimStep(OfModel):
         return self.optimizer_params or self.adam_params or AdamSettings()
 
 
-class SaveWeights(OfModel):
+class SaveWeights(InOrder):
     path: str | None = None
-    seq_id: Seq
     ttl_seconds: Life | None = None
     overwrite: bool = False
 
@@ -183,9 +181,8 @@ class SaveWeights(OfModel):
         return f"request-{self.seq_id}" if self.path is None else self.path
 
 
-class SaveExternal(OfModel):
+class SaveExternal(InOrder):
     path: str
-    seq_id: Seq
     ttl_seconds: Life | None = None
 
 

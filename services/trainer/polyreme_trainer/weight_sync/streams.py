@@ -7,9 +7,9 @@ Invariant:
 - Each part comes from its machine or from a replica, on its own: see `part_streams`.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable
 
+from polyreme.process.tasks import together
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.part_source import PartSource
 from polyreme_trainer.weight_sync.part_streams import NewTargetError, PartStreams
@@ -82,7 +82,7 @@ class Streams:
         while True:
             version = self._target() or version
             try:
-                transfers = await _all(part.bring(replica, version) for part in self._of(version))
+                transfers = await together(part.bring(replica, version) for part in self._of(version))
             except NewTargetError:
                 continue
             return version, total(transfers, version.part_sizes)
@@ -92,18 +92,3 @@ class Streams:
         for number in range(len(self._parts), version.manifest.parts):
             self._parts.append(self._make(number))
         return self._parts[: version.manifest.parts]
-
-
-async def _all(transfers: Iterable[Coroutine[object, object, Transfer]]) -> list[Transfer]:
-    """Their results. The first failure cancels the others, which share the replica's connection."""
-    tasks = [asyncio.ensure_future(each) for each in transfers]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()):
-            raise error
-    return [task.result() for task in tasks]

@@ -12,7 +12,7 @@ from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
 from polyreme_trainer.orchestrator.evaluation.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.tasks import task_group
+from polyreme.process.tasks import task_group
 from support.simulated import ROWS, config_tree, make_run
 
 

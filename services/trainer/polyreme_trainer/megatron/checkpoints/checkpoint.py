@@ -18,9 +18,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,12 @@ from polyreme.rundir.checkpoint_manifest import (
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.huggingface.families.base import Architecture
-from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 from polyreme_trainer.megatron.models.build import mesh
 from polyreme_trainer.megatron.offload.host_copy import copied_to_host, tensors_in
-from polyreme_trainer.megatron.parallel.reshard import RankMesh, SavedShard, reshard
+from polyreme_trainer.megatron.parallel.reshard import RankMesh, Read, reader
 from polyreme_trainer.megatron.training.roles import AnyRole
 
 logger = logging.getLogger(__name__)
-
-Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
-"""Kind of state, names of parameters -> this rank's whole parameters."""
 
 _RECEIPT_POLL = 0.05
 _UNWRITABLE = "Free disk space for output_dir, or make it writable, then continue with --resume."
@@ -233,11 +227,9 @@ def load(checkpoint: Checkpoint, roles: Sequence[AnyRole], loads: LoadReports = 
     numbers = sorted({number for source in sources for number in (*source.numbers, *source.expert_numbers)})
     states = {number: _read(checkpoint.path / _state_file(number)) for number in numbers}
     for role in roles:
-        arch = role.model.trained_arch
         saved_role = {number: state[role.name] for number, state in states.items()}
-        shards = [SavedShard(arch, source, saved_role) for source in sources]
         state, loaded = saved_role[numbers[0]], loads(role.name)
-        read: Read = partial(_reshard, arch, here, shards)
+        read = reader(role.model.trained_arch, here, sources, saved_role)
         if loaded is not None:
             read = _reporting(read, sum(bool(values) for kind, values in state.items() if kind != "steps"), loaded)
         role.restore(state["steps"], read)
@@ -246,10 +238,6 @@ def load(checkpoint: Checkpoint, roles: Sequence[AnyRole], loads: LoadReports = 
     generators = checkpoint.path / _random_file(torch.distributed.get_rank())
     if generators.name in checkpoint.files:
         device.set_rng_state(_read(generators))
-
-
-def _reshard(arch: Architecture, here: Rank, shards: Sequence[SavedShard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
-    return reshard(arch, kind, names, here, shards)
 
 
 def _reporting(read: Read, kinds: int, loaded: Loaded) -> Read:

@@ -7,9 +7,8 @@ Invariant: numbers are copied, never computed: ranks of the same layout get back
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +18,10 @@ from torch import Tensor
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
-from polyreme_trainer.megatron.parallel.reshard import RankMesh, SavedShard, reshard
+from polyreme_trainer.megatron.parallel.reshard import RankMesh, Read, reader
 
 Parts = Mapping[str, Mapping[str, tuple[int, Tensor]]]
 """Kind of state -> parameter -> first element and flat tensor, as in `RankState`."""
-Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
-"""Kind of state, names of parameters -> this rank's whole parameters."""
-
 _LAYOUT = "layout.json"
 
 
@@ -49,8 +45,7 @@ def read_parts(folder: Path, arch: Architecture, here: Rank) -> tuple[Read, froz
     found = {number: _read(_file(folder, number)) for number in numbers}
     kinds = frozenset(kind for state in found.values() for kind in state)
     states = {number: {kind: state.get(kind, {}) for kind in kinds} for number, state in found.items()}
-    shards = [SavedShard(arch, source, states) for source in sources]
-    return partial(_reshard, arch, here, shards), kinds
+    return reader(arch, here, sources, states), kinds
 
 
 def whole(part: tuple[int, Tensor] | None, shape: torch.Size) -> Tensor:
@@ -63,10 +58,6 @@ def whole(part: tuple[int, Tensor] | None, shape: torch.Size) -> Tensor:
     result = flat.new_zeros(shape)
     result.view(-1)[start : start + flat.numel()] = flat
     return result
-
-
-def _reshard(arch: Architecture, here: Rank, shards: list[SavedShard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
-    return reshard(arch, kind, names, here, shards)
 
 
 def _read(file: Path) -> dict[str, dict[str, tuple[int, Tensor]]]:

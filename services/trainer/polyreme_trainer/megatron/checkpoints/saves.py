@@ -81,16 +81,16 @@ def _names(uses: Mapping[str, object]) -> str:
     return ", ".join(sorted(uses)) or "nothing"
 
 
-def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
+def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration", are_needed: bool = True) -> checkpoint.Checkpoint | None:
     """The newest intact checkpoint; None when there is none. Collective.
 
     Raises:
-        ConfigError: there are checkpoints, but all of them are damaged.
+        ConfigError: there are checkpoints, which `are_needed`, but all of them are damaged.
     """
 
     async def find() -> bytes:
         found = await asyncio.to_thread(checkpoint.newest, root, prefix)
-        if found is None and (damaged := len(numbered(root, prefix))):
+        if found is None and are_needed and (damaged := len(numbered(root, prefix))):
             raise ConfigError(
                 f"an undamaged checkpoint in {root}",
                 f"{damaged}, all damaged (the log says how)",
@@ -99,18 +99,16 @@ def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoi
         return found.path.name.encode() if found else b""
 
     name = ranks.broadcast_from_leader(find).decode()
-    return read_shared(root / name) if name else None
-
-
-def read_shared(path: Path) -> checkpoint.Checkpoint:
-    """Reads a checkpoint by path: a directory listing may be stale on a machine that is not the writer's. Raises ConfigError."""
-    found = checkpoint.read(path)
+    if not name:
+        return None
+    found = checkpoint.read(root / name)  # a directory listing may be stale on a machine that is not the writer's
     if found is None:
-        raise ConfigError(f"checkpoint {path}, which rank 0 found intact", "no readable manifest", "Share the run directory.")
+        what = f"checkpoint {root / name}, which rank 0 found intact"
+        raise ConfigError(what, "no readable manifest", "Share the run directory.")
     return found
 
 
-class Saves:
+class Saves(CheckpointWriter):
     """The checkpoints of a run directory, each with its export if it has one.
 
     Args:
@@ -118,10 +116,10 @@ class Saves:
     """
 
     def __init__(self, config: RunConfig | StageConfig, ranks: Ranks, frozen: Mapping[str, Path]) -> None:
-        self._config, self._ranks, self.frozen_directories = config, ranks, frozen
+        super().__init__(ranks)
+        self._config, self.frozen_directories = config, frozen
         self._root, self._hf = config.run_dir / "checkpoints", config.run_dir / "hf"
         self._frozen = FrozenWeights(ranks)
-        self._writer = CheckpointWriter(ranks)
 
     def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, CheckpointFacts] | None:
         """Restores the newest intact checkpoint. Collective.
@@ -155,15 +153,7 @@ class Saves:
             hf_path, exports: the directory and the models to export, see `Save`.
         """
         path, keep = checkpoint_path(self._root, number, self._config.checkpoint_prefix), self._config.trainer.keep_checkpoints
-        self._writer.start(Save(path, roles, lambda: {**facts, **self._further_facts()}, keep, hf_path, exports, self._discard))
-
-    def finish(self, wait: bool) -> Saved | None:
-        """The running save once it is complete on all ranks, see `CheckpointWriter.finish`. Collective."""
-        return self._writer.finish(wait)
-
-    def close(self) -> None:
-        """Waits once more for a running save after an error elsewhere. Not collective."""
-        self._writer.close()
+        self.start(Save(path, roles, lambda: {**facts, **self._further_facts()}, keep, hf_path, exports, self._discard))
 
     def _check(self, facts: CheckpointFacts) -> None:
         """Raises ConfigError for a checkpoint that does not fit. Collective."""
@@ -202,7 +192,7 @@ class RunSaves(Saves):
     def save_warm_start(self, step: int, roles: Sequence[AnyRole], facts: CheckpointFacts) -> None:
         """Starts to write a checkpoint between two steps of a warm start. `step` counts the steps of all phases. Collective."""
         path = checkpoint_path(self._root, step, WARM_START)
-        self._writer.start(Save(path, roles, lambda: {**facts, **super(RunSaves, self)._further_facts()}, keep=1))
+        self.start(Save(path, roles, lambda: {**facts, **super(RunSaves, self)._further_facts()}, keep=1))
 
     def finish(self, wait: bool) -> Saved | None:
         saved = super().finish(wait)
@@ -226,15 +216,9 @@ class RunSaves(Saves):
     def find_warm_start(self) -> checkpoint.Checkpoint | None:
         """The newest intact checkpoint of a warm start; None without one. Collective."""
 
-        async def find() -> bytes:
-            found = await asyncio.to_thread(checkpoint.newest, self._root, WARM_START)
-            return found.path.name.encode() if found else b""
-
-        name = self._ranks.broadcast_from_leader(find).decode()
-        if not name:
-            return None
-        found = read_shared(self._root / name)
-        super()._check(found.facts)
+        found = find_newest(self._ranks, self._root, WARM_START, are_needed=False)
+        if found is not None:
+            super()._check(found.facts)
         return found
 
     def _discard(self) -> None:

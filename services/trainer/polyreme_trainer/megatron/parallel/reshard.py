@@ -7,7 +7,7 @@ Invariant: numbers are copied, never computed. Ranks of the same layout get back
 model and moments.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +115,16 @@ class SavedShard:
     def dtype(self, kind: str) -> torch.dtype:
         """The dtype of a kind of state, except that of expert biases."""
         return next(part.dtype for state in self._states for name, (_, part) in state[kind].items() if not is_expert_bias(name))
+
+
+Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
+"""Kind of state, names of parameters -> this rank's whole parameters."""
+
+
+def reader(arch: Architecture, here: Rank, sources: Sequence[ShardFiles], states: Mapping[int, RankState]) -> Read:
+    """What reads the state of a role for the rank `here`. states: those of the ranks of `sources`, by number."""
+    shards = [SavedShard(arch, source, states) for source in sources]
+    return lambda kind, names: reshard(arch, kind, names, here, shards)
 
 
 def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, shards: Sequence[SavedShard]) -> dict[str, Tensor]:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.process.tasks import end_all
 from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
 from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeSession
 from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, finite, read_calls
-from polyreme_trainer.orchestrator.tasks import end_all
 
 _LOOK_SECONDS = 5.0
 """Seconds after which the clock, which may have stood, is looked at again."""

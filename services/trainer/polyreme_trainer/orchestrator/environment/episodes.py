@@ -13,6 +13,7 @@ from typing import Protocol
 
 from polyreme.config.evaluation import PART
 from polyreme.experience.records import EpisodeRecord, RewardPart, ToolCall
+from polyreme.process.tasks import together
 from polyreme_trainer.data.tail import Tail
 from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Played, Task
@@ -22,7 +23,6 @@ from polyreme_trainer.orchestrator.generation.partial_rollout_log import Partial
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
 from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.scoring.scoring import Scoring
-from polyreme_trainer.orchestrator.tasks import together
 
 
 class HostLostError(EpisodeError):

@@ -17,11 +17,11 @@ from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
+from polyreme.process.tasks import end_all
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.wire import EpisodeCalls, episode_calls
 from polyreme_trainer.orchestrator.generation.generate import GenerateError
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
-from polyreme_trainer.orchestrator.tasks import end_all
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from polyreme_trainer.orchestrator.environment.shared_budget import SharedBudget
 from polyreme_trainer.orchestrator.environment.trajectories import Begun, Trajectories, Trajectory
 from polyreme_trainer.orchestrator.environment.transcript import Transcript
 from polyreme_trainer.orchestrator.environment.turn_text import TurnText, opens_thought
-from polyreme_trainer.orchestrator.generation.generate import Generation
+from polyreme_trainer.orchestrator.generation.generate import GenerateOptions, Generation
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
 from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
@@ -260,11 +259,9 @@ class EpisodeSession:
         self, wanted: Generation, rollouts: PartialRollouts, number: int, trajectory: Trajectory, text: TurnText | None
     ) -> PartialRollout:
         last = trajectory.sampled[-1] if trajectory.sampled else self._trajectories.last
-        more: dict[str, Any] = {} if text is None else {"arrived": text}
-        if (next_part := self._shared.next_part(number, self.clock)) is not None:
-            more["next_part"] = next_part
         prefer = last.replicas[-1] if last and last.replicas else None
-        (sample,) = await self._sampler.sample(wanted, rollouts, prefer=prefer, **more)
+        options = GenerateOptions(rollouts, self._shared.next_part(number, self.clock), prefer, text)
+        (sample,) = await self._sampler.sample(wanted, options)
         return sample
 
     def _end_at(self, sample: PartialRollout, stop: Sequence[str], stop_ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from polyreme.experience.records import SampleRecord
 from polyreme_trainer.orchestrator.environment.protocol import Played, Task
-from polyreme_trainer.orchestrator.generation.generate import Generation
+from polyreme_trainer.orchestrator.generation.generate import GenerateOptions, Generation
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
 from polyreme_trainer.orchestrator.generation.rollout_parts import RolloutParts
@@ -60,7 +60,7 @@ class SingleTurn:
 
     async def _sample(self, task: Task, wanted: Generation, rollouts: PartialRollouts) -> list[PartialRollout]:
         next_part = None if self._budget is None else partial(self._budget.next_part, task.admission.index)
-        samples = await self._sampler.sample(wanted, rollouts, next_part)
+        samples = await self._sampler.sample(wanted, GenerateOptions(rollouts, next_part))
         if not self._sampler.config.recipe.advantage.needs_greedy:
             return samples
         # The baseline of the others is a greedy sample of the same prompt. Its index follows theirs, and it has no token budget.

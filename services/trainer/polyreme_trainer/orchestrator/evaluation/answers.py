@@ -18,6 +18,7 @@ from polyreme.experience.ledger import Admission
 from polyreme.experience.metric_records import EvaluationProgress
 from polyreme.experience.records import GroupRecord, RewardPart, episode_fields
 from polyreme.experience.run import Run
+from polyreme.process.tasks import together
 from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.orchestrator.environment.episodes import Episodes
 from polyreme_trainer.orchestrator.environment.finished import Finished
@@ -28,7 +29,6 @@ from polyreme_trainer.orchestrator.generation.sampler import ReplicaSampler
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
 from polyreme_trainer.orchestrator.scoring.score_call import Question
-from polyreme_trainer.orchestrator.tasks import together
 
 PROGRESS_SECONDS = 10.0
 """Seconds between two progress reports of an evaluation. A shorter evaluation has no report."""

@@ -67,44 +67,53 @@ class Generation:
         return PartialRollouts(self.count, self.max_new, self.stop_ids, self.min_version)
 
 
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How samples are generated.
+
+    Attributes:
+        partial: the samples' existing tokens, updated in place. None: none.
+        next_part: returns the tokens that the next call may add; it may wait. None: the call may add all missing tokens.
+        prefer: id of the replica to use if it has room, since its cache has the prompt.
+        arrived: is told of the samples' tokens as they come. None: nobody waits for them, so many of them may come together.
+    """
+
+    partial: PartialRollouts | None = None
+    next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None
+    prefer: str | None = None
+    arrived: Callable[[PartialRollouts], None] | None = None
+
+
+PLAIN = GenerateOptions()
+"""Everything at once, on any replica."""
+
+
 async def generate(
-    pool: ReplicaPool,
-    wanted: Generation,
-    *,
-    chunk_timeout: float,
-    progress_timeout: float,
-    partial: PartialRollouts | None = None,
-    next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
-    prefer: str | None = None,
-    arrived: Callable[[PartialRollouts], None] | None = None,
+    pool: ReplicaPool, wanted: Generation, options: GenerateOptions = PLAIN, *, chunk_timeout: float, progress_timeout: float
 ) -> list[PartialRollout]:
     """All samples, finished, in the order of their indices.
 
     Args:
         chunk_timeout: seconds that a running call may stay silent.
         progress_timeout: seconds without a new token, over all calls, after which the attempt fails.
-        partial: the samples' existing tokens, updated in place. None: none.
-        next_part: returns the tokens that the next call may add; it may wait. None: the call may add all missing tokens.
-        prefer: id of the replica to use if it has room, since its cache has the prompt.
-        arrived: is told of the samples' tokens as they come. None: nobody waits for them, so many of them may come together.
 
     Raises:
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica accepts.
         UnavailableError: there is no usable replica.
     """
-    rollouts = partial or wanted.blank()
+    rollouts, arrived = options.partial or wanted.blank(), options.arrived
     broken: list[str] = []
     avoid: set[str] = set()
     last_progress, tokens, min_version = time.monotonic(), rollouts.tokens(), wanted.min_version
     while rollouts.end_lost():
         part = None
-        if next_part is not None:
+        if options.next_part is not None:
             began = time.monotonic()
-            part = await next_part(rollouts)
+            part = await options.next_part(rollouts)
             last_progress += time.monotonic() - began
             min_version = max(wanted.min_version, part.min_version)
         asked = rollouts.start_call(None if part is None else part.tokens)
-        async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid, prefer) as claim:
+        async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid, options.prefer) as claim:
             try:
                 gather = LEAST_GATHER if arrived else gather_seconds(pool.calls)
                 await _call(claim, rollouts, _request(wanted, asked, min_version, gather), chunk_timeout, arrived)

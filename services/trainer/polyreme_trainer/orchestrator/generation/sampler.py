@@ -4,7 +4,6 @@ Invariant: the seed of a token depends only on the run's seed, the group's index
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +12,8 @@ import numpy as np
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import Admission
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.orchestrator.generation.generate import Generation, generate
-from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
-from polyreme_trainer.orchestrator.generation.token_budget import NextPart
+from polyreme_trainer.orchestrator.generation.generate import PLAIN, GenerateOptions, Generation, generate
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 
@@ -44,14 +42,7 @@ class Sampler(ABC):
         )
 
     @abstractmethod
-    async def sample(
-        self,
-        wanted: Generation,
-        partial: PartialRollouts | None = None,
-        next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
-        prefer: str | None = None,
-        arrived: Callable[[PartialRollouts], None] | None = None,
-    ) -> list[PartialRollout]:
+    async def sample(self, wanted: Generation, options: GenerateOptions = PLAIN) -> list[PartialRollout]:
         """See `generate`."""
 
 
@@ -61,22 +52,7 @@ class ReplicaSampler(Sampler):
 
     pool: ReplicaPool
 
-    async def sample(
-        self,
-        wanted: Generation,
-        partial: PartialRollouts | None = None,
-        next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
-        prefer: str | None = None,
-        arrived: Callable[[PartialRollouts], None] | None = None,
-    ) -> list[PartialRollout]:
+    async def sample(self, wanted: Generation, options: GenerateOptions = PLAIN) -> list[PartialRollout]:
         rollout = self.config.rollout
-        return await generate(
-            self.pool,
-            wanted,
-            chunk_timeout=rollout.chunk_timeout,
-            progress_timeout=rollout.start_timeout,
-            partial=partial,
-            next_part=next_part,
-            prefer=prefer,
-            arrived=arrived,
-        )
+        timeouts = {"chunk_timeout": rollout.chunk_timeout, "progress_timeout": rollout.start_timeout}
+        return await generate(self.pool, wanted, options, **timeouts)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from polyreme.api.v1 import reward_pb2
 from polyreme.experience.records import RewardCall, RewardPart
+from polyreme.process.tasks import task_group, together
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout
 from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
 from polyreme_trainer.orchestrator.scoring.score_call import Question
 from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherClient
-from polyreme_trainer.orchestrator.tasks import task_group, together
 
 Float32 = NDArray[np.float32]
 Response = tuple[NDArray[np.int32], NDArray[np.int32]]

@@ -29,6 +29,7 @@ from polyreme.experience.online import OnlineSessions, session_key, session_url
 from polyreme.experience.requests import RequestLog
 from polyreme.experience.run import Run
 from polyreme.net.ports import join, loopback
+from polyreme.process.tasks import running
 from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.agents.run import KIND, AgentPolicy
@@ -114,12 +115,8 @@ class AgentSessions:
     @asynccontextmanager
     async def sweeping(self) -> AsyncIterator[None]:
         """Within the block, drops what is too old."""
-        task = asyncio.create_task(self._sweep())
-        try:
+        async with running(self._sweep()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _sweep(self) -> None:
         while True:

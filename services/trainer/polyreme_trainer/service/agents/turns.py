@@ -7,7 +7,7 @@ was killed, has the same tokens.
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,10 +29,9 @@ from polyreme_trainer.orchestrator.environment.agent_turn import kept_turn
 from polyreme_trainer.orchestrator.environment.online_turns import OnlineTurns
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import Bounds, EpisodeSession
-from polyreme_trainer.orchestrator.generation.generate import GenerateError, Generation
-from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
+from polyreme_trainer.orchestrator.generation.generate import PLAIN, GenerateError, GenerateOptions, Generation
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
-from polyreme_trainer.orchestrator.generation.token_budget import NextPart
 from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.agents.run import KIND, AgentPolicy, run_config
 from polyreme_trainer.service.wire import Request
@@ -52,16 +51,9 @@ class LogSampler(Sampler):
     most: int
     seconds: float
 
-    async def sample(
-        self,
-        wanted: Generation,
-        partial: PartialRollouts | None = None,
-        next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
-        prefer: str | None = None,
-        arrived: Callable[[PartialRollouts], None] | None = None,
-    ) -> list[PartialRollout]:
+    async def sample(self, wanted: Generation, options: GenerateOptions = PLAIN) -> list[PartialRollout]:
         """The only sample of `wanted`, whose tokens come together. Raises GenerateError, or DataError for a request that cannot be answered."""
-        rollouts = partial or wanted.blank()
+        rollouts = options.partial or wanted.blank()
         rollouts.start_call()
         result = await self._result(_request(wanted, self.policy))
         if result[:1] == b"J":
@@ -74,8 +66,8 @@ class LogSampler(Sampler):
         chunk = rollout_pb2.Chunk(slot=0, token_ids=sequence.tokens, logprobs=sequence.logprobs, oldest_version=0)
         end = rollout_pb2.SlotEnd(slot=0, finish_reason=_REASONS[sequence.stop_reason], spans=[span])
         rollouts.add(rollout_pb2.GenerateResponse(chunks=[chunk], ends=[end]))
-        if arrived is not None:
-            arrived(rollouts)
+        if options.arrived is not None:
+            options.arrived(rollouts)
         return rollouts.samples
 
     async def _result(self, request: Request) -> bytes:

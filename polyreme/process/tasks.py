@@ -31,9 +31,19 @@ async def together(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T
     return [task.result() for task in tasks]
 
 
-async def end_all(tasks: Iterable["asyncio.Task[object]"]) -> None:
+async def end_all(tasks: Iterable["asyncio.Task[T]"]) -> None:
     """Cancels the tasks and waits for their ends, whatever these are."""
     ending = list(tasks)
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running(*works: Coroutine[object, object, T]) -> AsyncIterator[list["asyncio.Task[T]"]]:
+    """The tasks of `works`. They have ended at the end of the block, whatever their ends are."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield tasks
+    finally:
+        await end_all(tasks)
