@@ -71,6 +71,7 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     from polyreme.api.v1 import experience_pb2
     from polyreme.experience.record_codec import encode_group
     from polyreme.experience.records import GroupRecord, SampleRecord
+    from polyreme.process.tasks import together
     from polyreme.rundir.input_files import read_model_files
     from polyreme_trainer.data.prompts import load_prompts
     from polyreme_trainer.data.template import Template
@@ -79,7 +80,6 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.models.build import init_parallel
     from polyreme_trainer.megatron.run_engine import RunEngine
-    from polyreme.process.tasks import together
 
     device = Device(config.device, 0, config.trainer.parallel.threads)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,19 +39,7 @@ _SFT_LINE_SECONDS = 10.0
 _LASTING = ("alarm", "eval_failed")
 
 
-class View(Protocol):
-    """Shows a run in progress. Use as a context manager."""
-
-    def __enter__(self) -> "View": ...
-    def __exit__(self, *_: object) -> None: ...
-    def show(self, record: Line, progress: Progress) -> None:
-        """Shows a record after it was added to `progress`."""
-
-    def status(self, text: str) -> None:
-        """Shows the run's state."""
-
-
-def view(config: RunConfig, console: Console, redis_url: str = "") -> View:
+def view(config: RunConfig, console: Console, redis_url: str = "") -> "PlainView | LiveView":
     """The live view on a terminal that can redraw, plain lines elsewhere."""
     redraws = console.is_terminal and not console.is_dumb_terminal
     return LiveView(config, console, redis_url) if redraws else PlainView(config, console)

@@ -34,9 +34,7 @@ class Audit:
     state: str
     version: int
     planned: int
-    low_water: int
     counts: dict[str, int]
-    payload_count: int
     missing: list[int] = field(default_factory=list)
     double: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
@@ -96,9 +94,7 @@ class LogSnapshot:
             state=self.meta.get("state", ""),
             version=self.number("version", -1),
             planned=base + len(self.plans),
-            low_water=self.number("low_water", 0),
             counts={state: sum(found == state for found in states.values()) for state in STATES},
-            payload_count=len(self.payloads),
             missing=sorted(set(range(self.number("first_group", 0), max(self.rows, default=-1) + 1)) - set(self.rows)),
             double=sorted(index for index, count in times.items() if count > 1),
             lost=sorted(needed - self.payloads),

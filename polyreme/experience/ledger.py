@@ -22,17 +22,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleAttemptError, TransitionError
 from polyreme.experience.shard import ONLY, Shard
 
-__all__ = [
-    "Admission",
-    "ExperienceLog",
-    "PartialRolloutPart",
-    "Plan",
-    "StaleAttemptError",
-    "Term",
-    "TransitionError",
-    "Unplanned",
-    "Writer",
-]
+__all__ = ["Admission", "Plan", "StaleAttemptError", "TransitionError", "Unplanned"]  # also from here
 
 
 class Writer(StrEnum):

@@ -121,7 +121,7 @@ class OnlineSessions:
         """Appends the group of some rewarded sessions, and ends them.
 
         Args:
-            index: `next_index`, which the payload has.
+            index: `LogReader.next_index`, which the payload has.
             payload, oldest_version, mean_reward: as of `ExperienceLog.append`.
 
         Returns:
@@ -131,11 +131,6 @@ class OnlineSessions:
         words: list[bytes | str | int] = [index, oldest_version, repr(float(mean_reward)), payload, self._keep, *ids]
         done = int(await log.change("online_append", *words, keys=keys))
         return None if done < 0 else bool(done)
-
-    async def next_index(self) -> int:
-        """The index of the next group of the log."""
-        first = await self._run.redis.hget(self._run.key("meta"), "first_group")
-        return int(first or 0) + int(await self._run.redis.hlen(self._run.key("ledger")))
 
     async def count(self, what: str) -> None:
         """Counts an event that changes no session: "refused" or "unrecorded"."""

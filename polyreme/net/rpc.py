@@ -44,10 +44,10 @@ SERVER_OPTIONS = (
 
 
 class ServingHealth:
-    """The health of a server and of its services, which its health checks answer."""
+    """The health of a server and of its services, which its health checks answer. port: that it serves; 0 before."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
-        self.servicer = health.aio.HealthServicer()
+        self.servicer, self.port = health.aio.HealthServicer(), 0
         self._names = (health.OVERALL_HEALTH, *service_names)
 
     async def set_ready(self, ready: bool) -> None:
@@ -55,17 +55,6 @@ class ServingHealth:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self.servicer.set(name, status)
-
-
-class Server:
-    """A serving gRPC server."""
-
-    def __init__(self, port: int, health: ServingHealth) -> None:
-        self.port, self._health = port, health
-
-    async def set_ready(self, ready: bool) -> None:
-        """See `ServingHealth.set_ready`."""
-        await self._health.set_ready(ready)
 
 
 @asynccontextmanager
@@ -78,7 +67,7 @@ async def serve(
     security: SecurityConfig | None = None,
     checked: ServingHealth | None = None,
     connections: int | None = None,
-) -> AsyncIterator[Server]:
+) -> AsyncIterator[ServingHealth]:
     """Serves until the block ends, then refuses new calls and lets running ones finish for `grace` seconds.
 
     Args:
@@ -114,11 +103,11 @@ async def serve(
             str(error).split(";")[0],
             "Choose another port or host, or stop the process that uses it.",
         ) from None
-    running = Server(bound, checked)
-    await running.set_ready(False)
+    checked.port = bound
+    await checked.set_ready(False)
     await server.start()
     try:
-        yield running
+        yield checked
     finally:
         await checked.servicer.enter_graceful_shutdown()
         await server.stop(grace)

@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -69,7 +68,6 @@ class Child:
 
     def __init__(self, name: str, popen: "subprocess.Popen[bytes]", log_path: Path | None) -> None:
         self.name, self.log_path, self._popen = name, log_path, popen
-        self.started = time.monotonic()
         self._group_ended = False
 
     @classmethod

@@ -76,7 +76,7 @@ class ModelStatus:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process serves from the directory."""
+    """Whether a process serves from the directory, or trains in it."""
     with unused(folder) as free:
         return not free
 

@@ -5,33 +5,17 @@ Invariant: the bytes before `position` are in the buffer, those before `verified
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 import xxhash
 
+from polyreme.weights.delta import FramePlace
 from polyreme.weights.digest import DigestError, MapFunction, verify
-from polyreme.weights.manifest import Manifest, ManifestError
+from polyreme.weights.manifest import Manifest, ManifestError, Tensor
 
 
 class RangeError(ValueError):
     """The bytes are not the next bytes of the part."""
-
-
-class DigestedRange(Protocol):
-    """A range of the bytes with its xxh3_64: a tensor, or a frame of a delta."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def digest(self) -> int | None: ...
 
 
 class RangeAssembly:
@@ -44,7 +28,7 @@ class RangeAssembly:
         title: name of the whole, for messages.
     """
 
-    def __init__(self, ranges: Iterable[DigestedRange], nbytes: int, buffer: memoryview, title: str) -> None:
+    def __init__(self, ranges: Iterable[Tensor | FramePlace], nbytes: int, buffer: memoryview, title: str) -> None:
         self.nbytes, self.position, self.broken = nbytes, 0, False
         self._title, self._target = title, np.frombuffer(buffer, np.uint8)
         self._pending = sorted(ranges, key=lambda part: (part.offset, part.nbytes), reverse=True)

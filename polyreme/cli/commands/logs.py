@@ -12,7 +12,7 @@ import typer
 
 from polyreme.errors import ConfigError
 from polyreme.rundir.log_lines import in_order, log_files, newest_attempt, printed
-from polyreme.rundir.run_directory import unused
+from polyreme.rundir.service_status import is_running
 from polyreme.terminal.terminal import TerminalConsole
 
 _POLL_SECONDS = 0.5
@@ -32,7 +32,7 @@ def logs(
     console = TerminalConsole(sys.stdout)
     files = {file.path: file for file in log_files(folder, process)}
     while True:
-        over = not follow or not _is_owned(run_dir)  # checked before the files are read, so that their last lines are printed
+        over = not follow or not is_running(run_dir)  # checked before the files are read, so that their last lines are printed
         files = {file.path: files.get(file.path, file) for file in log_files(folder, process)}
         lines = in_order(line for file in files.values() for line in file.read())
         lines = lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]
@@ -43,8 +43,3 @@ def logs(
         if over or console.quiet:  # the reader of the output has gone
             return
         time.sleep(_POLL_SECONDS)
-
-
-def _is_owned(run_dir: Path) -> bool:
-    with unused(run_dir) as free:
-        return not free

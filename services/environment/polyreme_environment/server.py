@@ -230,7 +230,7 @@ def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Seq
     return app
 
 
-async def _follow(pools: Mapping[str, Pool], server: rpc.Server) -> None:
+async def _follow(pools: Mapping[str, Pool], server: rpc.ServingHealth) -> None:
     """Updates readiness from the availability of the workers."""
     ready = True
     while True:

@@ -97,7 +97,7 @@ async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | No
             await scorer.drain(grace)
 
 
-async def _follow(scorer: Scorer, server: rpc.Server, ready: list[bool]) -> None:
+async def _follow(scorer: Scorer, server: rpc.ServingHealth, ready: list[bool]) -> None:
     """Updates readiness from the availability of the rewards."""
     while True:
         await asyncio.sleep(_FOLLOW_SECONDS)

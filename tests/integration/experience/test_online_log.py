@@ -31,7 +31,7 @@ async def test_every_group_is_planned_in_time(run):
         assert await store.open(id, "", 10**6)
         assert [await store.add_turn(id, 0, b"turn", oldest) for _ in range(2)] == ["ok", "ok"]
         assert [await store.reward(id, 0.5, "", grouped=False) for _ in range(2)] == ["ok", "ok"]
-        index = await store.next_index()
+        index = await orchestrator.next_index()
         done = await store.append(orchestrator, index, [id], b"group", oldest, 0.5)
         if done is None:
             full += 1

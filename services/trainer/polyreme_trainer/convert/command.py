@@ -32,7 +32,6 @@ from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.hf_files import LazyTensors
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 from polyreme_trainer.megatron.huggingface.peft_files import read_adapter
-from polyreme_trainer.megatron.models.critic import critic_architecture
 
 VOCAB_MULTIPLE = 128
 """The default of Megatron's `make-vocab-size-divisible-by`."""
@@ -153,7 +152,7 @@ def convert(
             "Name a Hugging Face directory of the model with --config.",
         )
     arch = load_architecture(described)
-    arch = critic_architecture(arch) if orm else arch
+    arch = arch.with_value_head() if orm else arch
     engine = layers is Layers.transformer_engine
     mesh = Rank(
         tp=tensor or 1,

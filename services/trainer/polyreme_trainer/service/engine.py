@@ -26,14 +26,14 @@ from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.local import LocalEngine
 from polyreme_trainer.megatron.batches.batch import IGNORE, IntArray, MicroBatch, Sequences
-from polyreme_trainer.megatron.checkpoints.role_files import Parts, Read, read_parts, whole, write_parts
+from polyreme_trainer.megatron.checkpoints.role_files import Parts, read_parts, whole, write_parts
 from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
 from polyreme_trainer.megatron.layers.shared_pass import AdapterRun, SharedPass
 from polyreme_trainer.megatron.models.build import mesh
 from polyreme_trainer.megatron.models.model import TrainedParameters
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.offload.host_copy import copied_to_host
-from polyreme_trainer.megatron.parallel.reshard import WEIGHTS
+from polyreme_trainer.megatron.parallel.reshard import WEIGHTS, Read
 from polyreme_trainer.megatron.training.optimizer import Adam, WeightsLostError
 from polyreme_trainer.megatron.training.roles import LossTerm, Role, every
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall, plan_passes

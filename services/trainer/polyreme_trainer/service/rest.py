@@ -76,13 +76,13 @@ class RestRoutes:
         return [Route(prefix + path, handler, methods=[method]) for (method, path), handler in {**supported, **refused}.items()]
 
     async def _sessions(self, request: HttpRequest) -> Response:
-        names = await self._tenants.names("session", tenant_of(request))
+        names = await self._log.names("session", tenant_of(request))
         return JSONResponse({"sessions": _page(request, names, 20)[0]})
 
     async def _session(self, request: HttpRequest) -> Response:
         session = await self._tenants.session(tenant_of(request), request.path_params["session"])
-        runs = await self._tenants.names("model", session.name)
-        samplers = await self._tenants.names("sampling", session.name)
+        runs = await self._log.names("model", session.name)
+        samplers = await self._log.names("sampling", session.name)
         about = {"user_metadata": session.metadata or None, "display_name": session.display_name or None}
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers, **about})
 
@@ -91,14 +91,14 @@ class RestRoutes:
         tenant, name = tenant_of(request), request.path_params["session"]
         given = m.read(m.FinishSession, await request.body())
         if not (await self._tenants.session(tenant, name)).is_finished:
-            for model in await self._tenants.names("model", name):
+            for model in await self._log.names("model", name):
                 await unload(self._log, model)
             await self._tenants.finish_session(tenant, name, given.reason.type)
         return Response(status_code=204)
 
     async def _runs(self, request: HttpRequest) -> Response:
         tenant = tenant_of(request)
-        names, cursor = _page(request, await self._tenants.names("model", tenant), 20)
+        names, cursor = _page(request, await self._log.names("model", tenant), 20)
         runs = []
         for name in names:
             try:

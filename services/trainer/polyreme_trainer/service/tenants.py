@@ -117,10 +117,6 @@ class Tenants:
         """What an agent's session samples from, see `AgentPolicy`. Raises HTTPException for an unknown one."""
         return await self._record(tenant, "agent session", id)
 
-    async def names(self, kind: str, group: str) -> list[str]:
-        """The sessions or models of a tenant, or the models or sampling sessions of a session, the newest first."""
-        return await self._log.names(kind, group)
-
     async def check_request(self, tenant: str, request: str) -> None:
         """Raises HTTPException for a request of a session that is unknown. A request without one has a random id."""
         if (found := re.match(r"([0-9a-f]{32}):", request)) is not None:

@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
+from polyreme.process.tasks import task_group
 from polyreme_trainer.orchestrator.evaluation.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
-from polyreme.process.tasks import task_group
 from support.simulated import ROWS, config_tree, make_run
 
 

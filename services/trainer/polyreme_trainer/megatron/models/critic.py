@@ -15,7 +15,7 @@ from polyreme_trainer.megatron.batches.packing import PackedIds
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.huggingface import hf_mapping
 from polyreme_trainer.megatron.huggingface.families import load_architecture
-from polyreme_trainer.megatron.huggingface.families.base import VALUE_HEAD, Architecture
+from polyreme_trainer.megatron.huggingface.families.base import VALUE_HEAD
 from polyreme_trainer.megatron.huggingface.hf_files import open_tensors
 from polyreme_trainer.megatron.models.model import ShardedModel
 
@@ -60,11 +60,6 @@ class Critic(ShardedModel):
         self.load_state_dict(trained)
 
 
-def critic_architecture(arch: Architecture) -> Architecture:
-    """The same architecture with a value head. Raises ConfigError."""
-    return arch.with_value_head()
-
-
 def build_critic(
     path: Path,
     dtype: str,
@@ -78,7 +73,7 @@ def build_critic(
     loaded: Callable[[float], None] | None = None,
 ) -> Critic:
     """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError. `loaded`: see `load_hf`."""
-    arch = critic_architecture(load_architecture(path))
+    arch = load_architecture(path).with_value_head()
     critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, moe=moe, seed=seed)
     critic.load_hf(path, loaded)
     return critic

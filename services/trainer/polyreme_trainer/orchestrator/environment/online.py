@@ -126,7 +126,7 @@ class OnlineExperience:
                     prompt = np.frombuffer(parsed_turn(exchanges[0].answer.record).context, "<i4")
                 episodes.append(self._episode(kept, exchanges, prompt, number))
             samples, records = [sample for each, _ in placed(episodes) for sample in each], [record for _, record in episodes]
-            index = await self._sessions.next_index()
+            index = await self._log.next_index()
             text, task = self._sampler.template.decode([prompt.tolist()], special=True)[0], self._tasks[ids[0]]
             group = GroupRecord(index, 1, prompt, samples, prompt=text, label=task, began=time.time(), episodes=records)
             payload = encode_group(group)
