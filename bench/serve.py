@@ -38,9 +38,10 @@ STEPS: dict[str, Any] = {"batch": 16, "length": 64, "steps": 5}
 SMALL: dict[str, Any] = {"batch": 4, "length": 16}
 SAMPLES: dict[str, Any] = {"prompts": 16, "length": 32, "samples": 4}
 ANSWER = 32
-SAMPLES_IN_ROUND = 3
+TURNS = 3
+"""Turns of a round in which both sides take steps, or sample."""
 DEADLINE = 600.0
-THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}
 """As the service's processes have them; the learner's engine sets the number of its own."""
 
 
@@ -142,18 +143,18 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
         eight: dict[str, Any] = {"case": "steps", **SMALL, "tenants": 8}
         client.ask(**eight | {"steps": 2})
         for number in range(rounds + 1):
-            served, direct = client.ask(case="steps", **STEPS), engine.ask(**STEPS)
+            stepped = [(client.ask(case="steps", **STEPS), engine.ask(**STEPS)) for _ in range(TURNS)]
             tenants, alone = client.ask(**eight, steps=4), client.ask(case="steps", **SMALL, steps=32)
-            sampled = [sample(client, bare, folder) for _ in range(SAMPLES_IN_ROUND)]
+            sampled = [sample(client, bare, folder) for _ in range(TURNS)]
             snapshot, push = client.ask(case="snapshot", length=16), bare.ask(case="push", length=16)
             figures = {
-                "service_vs_engine": direct / served,
+                "service_vs_engine": statistics.median(direct / served for served, direct in stepped),
                 "adapters_8_vs_1": tenants / alone,
                 "sample_vs_engine": statistics.median(adapter / answers for answers, adapter, _ in sampled),
                 "sample_vs_base": statistics.median(base / answers for answers, _, base in sampled),
                 "snapshot_to_first_token": snapshot,
                 "snapshot_vs_push": snapshot / push,
-                "steps_per_second": STEPS["steps"] / served,
+                "steps_per_second": STEPS["steps"] / statistics.median(served for served, _ in stepped),
             }
             print(f"round {number}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
             for name, value in figures.items() if number else ():  # the first one warms up

@@ -18,8 +18,9 @@ from typing import Any, Literal, get_args
 
 from redis.asyncio import Redis
 
+from polyreme.experience.metric_records import MetricRecord
 from polyreme.experience.scripts import Scripts, key
-from polyreme.experience.service_records import ServiceRecords
+from polyreme.experience.service_records import MAX_RECORDS, ServiceRecords, as_line
 from polyreme.process.lifecycle import until_set
 
 Worker = Literal["learner", "sampler"]
@@ -159,8 +160,9 @@ class RequestLog:
             return []
         return list(await self._scripts.call("begun", *(place.id for place in places), keys=[self._key("begun")]))
 
-    async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
-        """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
+    async def finish(self, place: LogPlace, result: bytes, keep: bool = False, record: MetricRecord | None = None) -> bool:
+        """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a restart executes it
+        again unless a saved state includes it."""
         client = place.id.partition(":")[0]
         names = [
             ("requests",),
@@ -175,7 +177,7 @@ class RequestLog:
             ("events", "result"),
         ]
         life = int(self.limits.result_seconds * 1000)
-        keys = [self._key(*name) for name in names]
+        keys = [*(self._key(*name) for name in names), self.records.stream]
         arguments = (
             place.id,
             result,
@@ -186,6 +188,8 @@ class RequestLog:
             self._key("result"),
             self.limits.result_bytes,
             tenant_in(place.id),
+            "" if record is None else as_line(record),
+            MAX_RECORDS,
         )
         return bool(await self._scripts.call("finish", *arguments, keys=keys))
 

@@ -67,29 +67,34 @@ class ModelLine:
     fields: dict[str, object]
 
 
+def as_line(record: MetricRecord) -> str:
+    """A record as JSON."""
+    return json.dumps(fields_of(record))
+
+
 class ServiceRecords:
-    """The records and counters of the service `name`."""
+    """The records and counters of the service `name`. stream: the key of the records."""
 
     def __init__(self, redis: Redis, name: str) -> None:
-        self._scripts, self._records = Scripts(redis, f"service:{name}"), key(f"service:{name}", "records")
+        self._scripts, self.stream = Scripts(redis, f"service:{name}"), key(f"service:{name}", "records")
         self._usage, self._name = key(f"service:{name}", "usage"), f"service:{name}"
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
 
     async def add_step(self, model: str, seq: int, record: MetricRecord) -> None:
-        """Adds the record of the optimizer step that request `seq` took."""
-        await self._add(model, json.dumps(fields_of(record)), seq)
+        """Adds the record of request `seq`, before its result. `RequestLog.finish` adds one with its result."""
+        await self._add(model, as_line(record), seq)
 
     async def add_sampled(self, model: str, group: SampledGroup) -> None:
         """Adds the answers to a request."""
         await self._add(model, group.line(), -1)
 
     async def _add(self, model: str, line: str, seq: int) -> None:
-        keys = [self._records, key(self._name, f"lane:{model}")]
+        keys = [self.stream, key(self._name, f"lane:{model}")]
         await self._scripts.call("record", model, line, seq, MAX_RECORDS, keys=keys)
 
     async def read(self, after: str, count: int, wait_ms: int) -> list[ModelLine]:
         """The records after the stream id `after`, in order, at most `count`; empty after `wait_ms` without one."""
-        streams = await self._redis.xread({self._records: after}, count=count, block=wait_ms)
+        streams = await self._redis.xread({self.stream: after}, count=count, block=wait_ms)
         if not streams:
             return []
         [(_, entries)] = streams.items() if isinstance(streams, dict) else streams
@@ -97,8 +102,8 @@ class ServiceRecords:
 
     async def drop(self, until: str) -> None:
         """Deletes the records up to the stream id `until`."""
-        await self._redis.xdel(self._records, until)
-        await self._redis.xtrim(self._records, minid=until, approximate=False)
+        await self._redis.xdel(self.stream, until)
+        await self._redis.xtrim(self.stream, minid=until, approximate=False)
 
     async def count(self, amounts: Mapping[str, Mapping[str, float]]) -> None:
         """Adds to counters: tenant or worker -> field -> amount. They are not exact: what Redis adds as it ends may be added again."""

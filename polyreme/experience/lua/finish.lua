@@ -2,9 +2,9 @@
 -- finish: stores the result of an open request. The first result of a request stands; a later one changes nothing.
 -- KEYS: common, then requests, open, result, lane as in submit, kept (zset id, by sequence number: executed requests that a restart must
 -- execute again, because no saved state includes them), begun (hash id -> beginnings), lanes (set of lanes with kept requests), and results
--- (list of the client: "BYTES ID" of its results, the oldest first), bytes (their sum), and events of results. Writes all of them.
+-- (list of the client: "BYTES ID" of its results, the oldest first), bytes (their sum), events of results, and records as in record. Writes all of them.
 -- ARGV: id, result, the result's life in ms, sequence number (-1: none), 1 if the request is kept, lane, the prefix of the results' keys, most
--- bytes of the client's results, tenant. Returns whether the result was stored.
+-- bytes of the client's results, tenant, the request's record ('': none), most records. Returns whether the result was stored.
 local id, life, seq = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local requests, open, result, lane, kept, results = KEYS[10], KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[17]
 if redis.call('ZREM', open, id) == 0 then return 0 end
@@ -30,5 +30,6 @@ while true do  -- at least the new one stays
   redis.call('LPOP', results)
   bytes = redis.call('DECRBY', KEYS[18], size)
 end
+if ARGV[10] ~= '' then redis.call('XADD', KEYS[20], 'MAXLEN', '~', ARGV[11], '*', 'model', ARGV[6], 'line', ARGV[10]) end
 signal('result', id, KEYS[19])
 return 1

@@ -6,6 +6,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.experience.metric_records import StageStep
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 
@@ -94,6 +95,14 @@ async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
     assert found is not None and found[0] == {"tenant": "one", "b": "2"} and abs(found[1] - time.time()) < 60
     assert await log.use_record("two", "session", "t") is None
     assert await log.use_record("one", "session", "none") is None
+
+
+async def test_a_record_comes_with_the_first_result(log: RequestLog) -> None:
+    place, record = in_lane("m", 0), StageStep(step=0, time=1.0, metrics={"loss": 2.0})
+    await log.submit(place, b"")
+    assert [await log.finish(place, result, record=record) for result in (b"first", b"second")] == [True, False]
+    [line] = await log.records.read("0", 10, 1)
+    assert (line.model, line.fields["loss"]) == ("m", 2.0)
 
 
 async def test_a_worker_sees_what_came_since_it_looked(log: RequestLog) -> None:

@@ -144,7 +144,8 @@ async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) ->
 
 async def test_requests_of_one_pass_are_busy_once(world: World) -> None:
     report, request = LearnerReport(world.log.records), Request("forward", {})
-    await (await report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0))
+    _, count = report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0)
+    await count
     assert (await world.log.records.counts())["learner"] == {"busy_seconds": 2.0}
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -61,11 +62,17 @@ class Facts:
     def read(cls, folder: Path) -> "Facts | None":
         """None when there is no such directory."""
         try:
-            tree: dict[str, Any] = json.loads((folder / FACTS).read_text())
+            return _facts((folder / FACTS).read_text())
         except (FileNotFoundError, NotADirectoryError):
             return None
-        lora = tree.pop("lora")
-        return cls(lora=None if lora is None else LoraConfig.model_validate(lora), **tree)
+
+
+@lru_cache(1024)
+def _facts(text: str) -> Facts:
+    """The facts in a file, which each sample from its checkpoint asks for."""
+    tree: dict[str, Any] = json.loads(text)
+    lora = tree.pop("lora")
+    return Facts(lora=None if lora is None else LoraConfig.model_validate(lora), **tree)
 
 
 @dataclass(frozen=True)

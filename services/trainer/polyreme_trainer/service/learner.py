@@ -160,7 +160,8 @@ class ModelLearner:
         begun = dict(zip(requests, await self._log.begin(list(requests)), strict=True))
         results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
-        counting = asyncio.create_task(await self._report.executed(requests, at, time.time()))
+        records, count = self._report.executed(requests, at, time.time())
+        counting = asyncio.create_task(count)
         try:
             for place, request in requests.items():
                 self._mark_used(place, request.op in CHANGES)
@@ -172,7 +173,7 @@ class ModelLearner:
                 if keep and request.op in ("create_from", "load_weights"):
                     # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
                     self._save_state(place)
-                await self._log.finish(place, results.get(place, failure(lost, "server")), keep)
+                await self._log.finish(place, results.get(place, failure(lost, "server")), keep, records.get(place))
                 if keep:
                     await self._kept(place, seconds, len(payloads[place]))
         finally:

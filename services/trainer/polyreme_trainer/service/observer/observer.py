@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +33,8 @@ MAX_OPEN = 64
 _BATCH = 1000
 _WAIT_MS = 1000
 _STATE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.5
+"""Between two batches of records: each has costs of its own, and the cores that it needs are those of the learner."""
 
 
 @dataclass
@@ -77,6 +79,9 @@ class Observer:
                     await self._records.drop(cursor)
                 if time.time() - self.state.updated > _STATE_SECONDS:
                     await self._write_state()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_PAUSE_SECONDS if lines else 0):
+                        await stop.wait()
         finally:
             for model in list(self._open):
                 self._close(model, RunState.STOPPED, "the service has ended; it continues every model when it is started again")

@@ -1,12 +1,12 @@
 """What the learner tells the observer.
 
-Invariant: a report changes no result. The record of an optimizer step is there before its answer.
+Invariant: a report changes no result. The record of an optimizer step comes with its answer.
 """
 
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 
-from polyreme.experience.metric_records import StageDone
+from polyreme.experience.metric_records import MetricRecord, StageDone
 from polyreme.experience.requests import LogPlace, tenant_in
 from polyreme.experience.service_records import ServiceRecords
 from polyreme_trainer.service.observer.meters import StepMeters
@@ -19,17 +19,19 @@ class LearnerReport:
     def __init__(self, records: ServiceRecords) -> None:
         self._records, self.meters = records, StepMeters()
 
-    async def executed(self, requests: Mapping[LogPlace, Request], began: float, ended: float) -> Coroutine[None, None, None]:
-        """Reports requests of different models that were executed together, before their answers. `began`, `ended`: Unix times. Returns what
-        counts them, which their answers need not wait for."""
-        counts = {"learner": Counter({"busy_seconds": ended - began})}
+    def executed(
+        self, requests: Mapping[LogPlace, Request], began: float, ended: float
+    ) -> tuple[Mapping[LogPlace, MetricRecord], Coroutine[None, None, None]]:
+        """The records of the optimizer steps among requests of different models that were executed together, and what counts them, which their
+        answers need not wait for. `began`, `ended`: Unix times."""
+        counts, records = {"learner": Counter({"busy_seconds": ended - began})}, dict[LogPlace, MetricRecord]()
         for place, request in requests.items():
             step = self.meters.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)
             if step is not None:
-                await self._records.add_step(place.lane, place.seq, step)
+                records[place] = step
             tokens = self.meters.take_tokens(place.lane)
             counts.setdefault(tenant_in(place.lane), Counter()).update(trained_tokens=tokens, steps=int(step is not None))
-        return self._records.count(counts)
+        return records, self._records.count(counts)
 
     async def unloaded(self, model: str, seq: int) -> None:
         """Reports the end of a model."""
