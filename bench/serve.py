@@ -31,6 +31,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from polyreme.process.machine import thread_environment
+
 SIDE = Path(__file__).parent / "serve_side"
 LEAST = {"service_vs_engine": 0.85, "sample_vs_engine": 0.9, "vs_peer": 2.0}
 MOST = {"adapters_8_vs_1": 1.6}
@@ -41,7 +43,7 @@ ANSWER = 32
 TURNS = 3
 """Turns of a round in which both sides take steps, or sample."""
 DEADLINE = 600.0
-THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}
+THREADS = thread_environment(1)
 """As the service's processes have them; the learner's engine sets the number of its own."""
 
 

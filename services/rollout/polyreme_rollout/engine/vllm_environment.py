@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
+from polyreme.process.machine import thread_environment
 
 PASSED = "POLYREME_ENGINE_ENV"
 """Names of variables, separated by commas, that the user passes to the engine on purpose. Those of Polyreme take precedence."""
@@ -52,8 +53,7 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], loopback: 
     if config.device == "cpu":
         ours |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other processes of the run share these cores
-            "OMP_NUM_THREADS": str(config.rollout.vllm.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **thread_environment(config.rollout.vllm.threads),
             "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler for each new batch size would stop generation for seconds
         }
     if config.device == "npu":

@@ -9,20 +9,14 @@ from collections.abc import Mapping, Sequence
 from polyreme.config.trainer import ParallelConfig
 from polyreme.net.endpoint import interface_of
 from polyreme.net.ports import free_port, loopback
+from polyreme.process.machine import thread_environment
 from polyreme.process.supervisor import ProcessSpec
 from polyreme_trainer.megatron.mindspeed import DEVICE
 
 
 def compute_environment(parallel: ParallelConfig, device: str) -> dict[str, str]:
     """The environment variables that set the device and the threads of one rank."""
-    return {
-        DEVICE: device,
-        "OMP_NUM_THREADS": str(parallel.threads),
-        # A thread without work gives its core to other processes, but not at once: to sleep and to wake in each of the small operations of a
-        # step took a third of its time. So many turns of its loop take a few tenths of a millisecond.
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "20000",
-    }
+    return {DEVICE: device, **thread_environment(parallel.threads)}
 
 
 def local_rendezvous() -> dict[str, str]:
