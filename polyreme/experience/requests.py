@@ -211,7 +211,7 @@ class RequestLog:
         """The requests that wait for a worker, in the order of their arrival."""
         return [place_of(id.decode(), worker) for id in await self._redis.zrange(self._key("open", worker), 0, -1)]
 
-    async def waiting(self, worker: Worker, after: float, most_bytes: int) -> "Waiting":
+    async def waiting(self, worker: Worker, after: float, most_bytes: int) -> Waiting:
         """What waits for a worker, with the payloads of the requests after the arrival `after`, as many as have at most `most_bytes` bytes."""
         keys = [self._key("requests"), self._key("open", worker), self._key("begun")]
         ids, newest, begun, new = await self._scripts.call("waiting", str(after), most_bytes, keys=keys)

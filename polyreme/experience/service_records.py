@@ -77,20 +77,16 @@ class ServiceRecords:
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._scripts, self.stream = Scripts(redis, f"service:{name}"), key(f"service:{name}", "records")
-        self._usage, self._name = key(f"service:{name}", "usage"), f"service:{name}"
+        self._usage = key(f"service:{name}", "usage")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
-
-    async def add_step(self, model: str, seq: int, record: MetricRecord) -> None:
-        """Adds the record of request `seq`, before its result. `RequestLog.finish` adds one with its result."""
-        await self._add(model, as_line(record), seq)
 
     async def add_sampled(self, model: str, group: SampledGroup) -> None:
         """Adds the answers to a request."""
-        await self._add(model, group.line(), -1)
+        await self.add(model, group.line())
 
-    async def _add(self, model: str, line: str, seq: int) -> None:
-        keys = [self.stream, key(self._name, f"lane:{model}")]
-        await self._scripts.call("record", model, line, seq, MAX_RECORDS, keys=keys)
+    async def add(self, model: str, line: str) -> None:
+        """Adds a record, as JSON. `RequestLog.finish` adds that of a request, once, with its result."""
+        await self._redis.xadd(self.stream, {"model": model, "line": line}, maxlen=MAX_RECORDS)
 
     async def read(self, after: str, count: int, wait_ms: int) -> list[ModelLine]:
         """The records after the stream id `after`, in order, at most `count`; empty after `wait_ms` without one."""

@@ -51,6 +51,7 @@ local function write(index, ...)
   redis.call('HSET', LEDGER, int(index), table.concat({...}, ' '))
 end
 
+-- `stream`: in place of the run's events.
 local function signal(kind, value, stream)
   redis.call('XADD', stream or EVENTS, 'MAXLEN', '~', '1000', '*', 'kind', kind, 'value', tostring(value))
 end

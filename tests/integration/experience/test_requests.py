@@ -105,6 +105,14 @@ async def test_a_record_comes_with_the_first_result(log: RequestLog) -> None:
     assert (line.model, line.fields["loss"]) == ("m", 2.0)
 
 
+async def test_each_kind_of_event_goes_to_those_who_wait_for_it(log: RequestLog) -> None:
+    sampled, learned = LogPlace("s:0", "sampler"), in_lane("m", 0)
+    await log.submit(sampled, b"")
+    await log.submit(learned, b"")
+    await log.finish(sampled, b"")
+    assert [(await log.wait(kind, "0"))[1] for kind in ("sampler", "learner", "result")] == [["s:0"], ["m:0"], ["s:0"]]
+
+
 async def test_a_worker_sees_what_came_since_it_looked(log: RequestLog) -> None:
     first, second, other = LogPlace("s:0", "sampler"), LogPlace("s:1", "sampler"), in_lane("m", 0)
     await log.submit(first, b"a")

@@ -13,7 +13,7 @@ from polyreme.cli.commands.samples import sample_text
 from polyreme.cli.commands.status import service_lines
 from polyreme.experience.metric_records import StageDone, StageStep
 from polyreme.experience.requests import RequestLog, in_lane
-from polyreme.experience.service_records import SampledAnswer, SampledGroup
+from polyreme.experience.service_records import SampledAnswer, SampledGroup, as_line
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme.rundir.reader import RunReader, SampleQuery
 from polyreme.rundir.run_records import read_summary
@@ -75,10 +75,10 @@ def world(redis: Redis, run_id: str, tmp_path: Path) -> World:
 
 async def test_a_model_is_a_run_with_steps_and_samples(world: World) -> None:
     await world.log.set_record("model", MODEL, {"rank": "4", "metadata": "{}"})
-    await world.log.records.add_step(MODEL, 2, step(3.0))
+    await world.log.records.add(MODEL, as_line(step(3.0)))
     await world.log.records.add_sampled(MODEL, group("one", "two"))
     await world.log.records.add_sampled(MODEL, group("three"))
-    await world.log.records.add_step(MODEL, 4, step(2.0))
+    await world.log.records.add(MODEL, as_line(step(2.0)))
     await world.observe(3)
     reader = RunReader(world.folder / "models" / MODEL)
     reader.refresh()
@@ -96,12 +96,11 @@ async def test_a_model_is_a_run_with_steps_and_samples(world: World) -> None:
 
 
 async def test_an_observer_that_starts_again_repeats_nothing(world: World, redis: Redis) -> None:
-    await world.log.records.add_step(MODEL, 2, step(3.0))
+    await world.log.records.add(MODEL, as_line(step(3.0)))
     await world.log.records.add_sampled(MODEL, group("one"))
     await world.observe(2)
-    await world.log.records.add_step(MODEL, 2, step(3.0))  # executed again after a restart of the learner
     await world.log.records.add_sampled(MODEL, group("two"))
-    await world.log.records.add_step(MODEL, 4, step(1.0))
+    await world.log.records.add(MODEL, as_line(step(1.0)))
     await world.observe(4)
     assert [line.get("step") for line in world.lines()] == [1, None, None, 2]
     assert [line["next_group"] for line in world.lines() if line["kind"] == "samples"] == [1, 2]
@@ -109,7 +108,7 @@ async def test_an_observer_that_starts_again_repeats_nothing(world: World, redis
 
 
 async def test_a_folder_tells_the_models_of_each_tenant(world: World) -> None:
-    await world.log.records.add_step(MODEL, 2, step(3.0))
+    await world.log.records.add(MODEL, as_line(step(3.0)))
     await world.log.records.add_sampled(MODEL, group("one"))
     await world.log.submit(in_lane(MODEL, 0), b"{}\n")
     await world.observe(2)
@@ -123,14 +122,14 @@ async def test_a_folder_tells_the_models_of_each_tenant(world: World) -> None:
 
 
 async def test_an_unloaded_model_is_a_run_that_is_done(world: World) -> None:
-    await world.log.records.add_step(MODEL, 2, step(3.0))
-    await world.log.records.add_step(MODEL, 3, StageDone(step=0, hf_path=""))
+    await world.log.records.add(MODEL, as_line(step(3.0)))
+    await world.log.records.add(MODEL, as_line(StageDone(step=0, hf_path="")))
     await world.observe(2)
     assert RunReader(world.folder / "models" / MODEL).summary()["state"] == "done"
 
 
 async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) -> None:
-    await world.log.records.add_step(MODEL, 2, step(3.0))
+    await world.log.records.add(MODEL, as_line(step(3.0)))
     await world.log.records.count({TENANT: {"trained_tokens": 20, "steps": 1}, "learner": {"busy_seconds": 1.5}})
     await world.log.records.count({TENANT: {"sampled_tokens": 7}})
     await world.log.submit(in_lane(MODEL, 0), b"{}\n")

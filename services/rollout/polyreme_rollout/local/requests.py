@@ -105,7 +105,8 @@ class ServedSampler:
         started = {each.id for each in self._running.values()}
         await requests.look()
         waiting = in_turns([place for place in requests.places if place.id not in started])
-        self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
+        ids = {place.id for place in waiting}
+        self._requests = {id: request for id, request in self._requests.items() if id in ids}
         new = [place for place in waiting[:MAX_RUNNING] if place.id not in self._requests]
         for place, payload in zip(new, await requests.take(new), strict=True):
             self._requests[place.id] = SampleRequest.unpack(payload)

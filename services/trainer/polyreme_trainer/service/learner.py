@@ -152,8 +152,8 @@ class ModelLearner:
         began, at = time.monotonic(), time.time()
         for place, request in requests.items():
             if request.op == "unload_model":
-                await self._report.unloaded(place.lane, place.seq)
-                await self._log.finish(place, json_result(type="unload_model", model_id=place.lane))
+                result = json_result(type="unload_model", model_id=place.lane)
+                await self._log.finish(place, result, record=self._report.unloaded(place.lane))
                 await self._unload(place.lane)
                 return
             await (self._make_room() if request.op in CREATES else self._recover(place.lane))

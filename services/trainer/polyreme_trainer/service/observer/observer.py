@@ -79,9 +79,10 @@ class Observer:
                     await self._records.drop(cursor)
                 if time.time() - self.state.updated > _STATE_SECONDS:
                     await self._write_state()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_PAUSE_SECONDS if lines else 0):
-                        await stop.wait()
+                if lines:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_PAUSE_SECONDS):
+                            await stop.wait()
         finally:
             for model in list(self._open):
                 self._close(model, RunState.STOPPED, "the service has ended; it continues every model when it is started again")

@@ -33,7 +33,7 @@ class LearnerReport:
             counts.setdefault(tenant_in(place.lane), Counter()).update(trained_tokens=tokens, steps=int(step is not None))
         return records, self._records.count(counts)
 
-    async def unloaded(self, model: str, seq: int) -> None:
-        """Reports the end of a model."""
+    def unloaded(self, model: str) -> MetricRecord:
+        """The record of the end of a model."""
         self.meters.forget(model)
-        await self._records.add_step(model, seq, StageDone(step=0, hf_path=""))
+        return StageDone(step=0, hf_path="")
