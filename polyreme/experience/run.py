@@ -24,6 +24,7 @@ from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTer
 from polyreme.experience.metric_records import Line, MetricRecord, Restart, fields_of
 from polyreme.experience.scripts import Scripts, key
 from polyreme.net.seal import check_config, check_files, seal_of
+from polyreme.process.tasks import running
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -224,12 +225,8 @@ class Run:
             logger.info("run %s has ended", self.run_id)
             over.set()
 
-        task = asyncio.create_task(watch(), name=f"end of {self.run_id}")
-        try:
+        async with running(watch()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
 
     async def set_state(self, state: RunState, reason: str = "") -> None:
         """Makes one transition: starting -> running -> draining -> stopped, or from any of these to failed or done.

@@ -21,6 +21,7 @@ from polyreme.page.api import application, is_open
 from polyreme.page.runs import Runs
 from polyreme.page.server_status import ServerStatus
 from polyreme.process.lifecycle import stop_event
+from polyreme.process.tasks import running
 from polyreme.rundir.reader import run_directories
 from polyreme.rundir.run_directory import read_config, read_run_file
 
@@ -48,18 +49,13 @@ async def _serve(paths: list[Path], redis: str | None, host: str, port: int) -> 
         run_directories(path)
     runs = Runs(paths)
     security = _security(runs)
-    following = asyncio.create_task(runs.keep_current())
-    try:
-        async with serve_http(host, port, application(runs, ServerStatus(redis)), security=security, is_open=is_open) as bound:
-            scheme = "https" if security and security.certificate else "http"
-            Console().print(
-                f"{len(runs.readers)} run(s) at {scheme}://{_shown(host)}:{bound}{PATH}/", soft_wrap=True, highlight=False
-            )
-            await stop_event().wait()
-    finally:
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
+    app = application(runs, ServerStatus(redis))
+    async with running(runs.keep_current()), serve_http(host, port, app, security=security, is_open=is_open) as bound:
+        scheme = "https" if security and security.certificate else "http"
+        Console().print(
+            f"{len(runs.readers)} run(s) at {scheme}://{_shown(host)}:{bound}{PATH}/", soft_wrap=True, highlight=False
+        )
+        await stop_event().wait()
 
 
 async def _run_dir(redis_url: str) -> Path:

@@ -17,6 +17,7 @@ from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermErr
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
 from polyreme.process.machine import MemoryKills, killed_for_memory_since
+from polyreme.process.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +167,7 @@ class Supervisor:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
             for processes in self._process_sets:
                 processes.kill()
             await asyncio.gather(*(processes.reap() for processes in self._process_sets))

@@ -28,6 +28,7 @@ from polyreme.process.supervisor import (
     ProcessSpec,
     Supervisor,
 )
+from polyreme.process.tasks import end_all
 from polyreme.rundir.progress import Progress, stream_time
 from polyreme.rundir.run_records import add_written, write_end
 
@@ -112,9 +113,7 @@ class Session:
             if gentle:
                 self._over.set()
                 await leaving
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill the remaining processes
+            await end_all(tasks)  # the supervisors kill the remaining processes
             state, reason = await self._settle_end()
         for line in report.report(self._config, self._progress, self._config.run_dir, state, reason):
             self._say(line)

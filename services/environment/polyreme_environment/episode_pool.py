@@ -13,6 +13,7 @@ from functools import partial
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.process.tasks import end_all
 from polyreme_environment.contract import Moved, understood
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, FullError, PlayError
@@ -103,9 +104,7 @@ class EpisodePool:
     async def close(self) -> None:
         """Ends all workers and the processes that they started."""
         self.draining = True
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await end_all(self._closing)
         await self._workers.close()
 
     @asynccontextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.isolation.privacy import scrubbed
 from polyreme.process.backoff import Backoff
-from polyreme.process.tasks import running
+from polyreme.process.tasks import end_all, running
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ class ForeignProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        await end_all([self._reading])
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -155,8 +154,7 @@ class KeptProcesses:
     async def close(self) -> None:
         """Ends them."""
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+            await end_all([self._keeping])
         await self._end()
 
     async def _keep(self) -> None:

@@ -26,6 +26,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
+from polyreme.process.tasks import end_all
 from polyreme_environment.agents.address import AllSessions, is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
@@ -242,5 +243,4 @@ async def _follow(pools: Mapping[str, Pool], server: rpc.ServingHealth) -> None:
 
 
 async def _end(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_all([task])

@@ -13,6 +13,7 @@ from typing import TypeVar
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.python_source import read_source
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
+from polyreme.process.tasks import end_all
 from polyreme_environment.contract import ContractError, Reply
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, PlayError, WorkerLostError
@@ -221,9 +222,7 @@ class EpisodeWorkers:
 
     async def close(self) -> None:
         """Ends all processes and those that they started."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         if self._workers is not None:
             self._workers.close()
 

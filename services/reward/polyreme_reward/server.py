@@ -20,6 +20,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
+from polyreme.process.tasks import end_all
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
@@ -108,5 +109,4 @@ async def _follow(scorer: Scorer, server: rpc.ServingHealth, ready: list[bool]) 
 
 
 async def _end(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_all([task])

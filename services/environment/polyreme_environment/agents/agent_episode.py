@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.process.tasks import end_all
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import Runner
 from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn, agent_request
@@ -68,9 +69,7 @@ class AgentEpisode:
                     self._deadline += self._config.step_timeout
             reading.result()
         finally:
-            for task in (run, reading):
-                task.cancel()
-            await asyncio.gather(run, reading, return_exceptions=True)
+            await end_all((run, reading))
 
     async def _read(self, answers: AsyncIterator[pb.RunRequest]) -> None:
         async for request in answers:

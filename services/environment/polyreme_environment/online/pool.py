@@ -16,6 +16,7 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig, OnlineConfig
 from polyreme.experience.online import OnlineSessions, session_key
 from polyreme.experience.run import Run
+from polyreme.process.tasks import end_all
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import RefusedRequestError
 from polyreme_environment.agents.session import WAITING, AgentSession, Read, SessionLimits
@@ -75,9 +76,7 @@ class OnlineTurn:
         finally:
             if not is_answered:
                 wanted.said.put_nowait(None)
-            for task in (left, reading):
-                task.cancel()
-            await asyncio.gather(left, reading, return_exceptions=True)
+            await end_all((left, reading))
 
 
 async def _read(answers: AsyncIterator[pb.RunRequest]) -> pb.RunRequest | None:

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from polyreme.isolation.processes import INVALID_MESSAGE
+from polyreme.process.tasks import end_all
 
 REPLY_BYTES = 64 << 20
 """Maximum of all that a server says of one run."""
@@ -69,8 +70,7 @@ class EnvServerClient:
     async def close(self) -> None:
         """Ends the connection and all requests."""
         self.lose("the client ends")
-        self._receiving.cancel()
-        await asyncio.gather(self._receiving, return_exceptions=True)
+        await end_all([self._receiving])
         self._socket.close()
         self._context.term()
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
+from polyreme.process.tasks import end_all
 from polyreme_reward.items import Item, Outcome, Status, failed
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.plugins.load import Source
@@ -112,9 +113,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Ends all workers and the processes that they started."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         for job in self._queue:
             job.answer.cancel()
         self._processes.close()

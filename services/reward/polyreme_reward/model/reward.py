@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass as checked
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
+from polyreme.process.tasks import end_all, running
 from polyreme_reward.items import Item, Outcome, Status, failed, outcome_of
 from polyreme_reward.metrics import RewardMetrics
 
@@ -169,20 +170,15 @@ class ModelReward:
     async def close(self) -> None:
         """Ends the model's process."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
         for job in [*self._queue, *self._inside.values()]:
             job.answer.cancel()
         self._processes.close()
 
     async def _serve(self, worker: Worker) -> None:
         while True:
-            feeder = asyncio.create_task(self._feed(worker))
-            try:
+            async with running(self._feed(worker)):
                 failure = await self._hear(worker)
-            finally:
-                feeder.cancel()
-                await asyncio.gather(feeder, return_exceptions=True)
             logger.warning("reloading the reward model %s: %s", self.name, failure.message)
             self._processes.discard(worker)
             self._blame(failure)

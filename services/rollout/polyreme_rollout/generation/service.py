@@ -17,6 +17,7 @@ from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme.net.call_stream import CallError, CallStream
+from polyreme.process.tasks import end_all
 from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
 from polyreme_rollout.generation.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
 from polyreme_rollout.generation.running import (
@@ -129,9 +130,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
                     break
         finally:
             call.take()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
         if call.failure:
             raise _status_of(call.failure)
 

@@ -20,6 +20,7 @@ from polyreme.experience.store_errors import address
 from polyreme.net.endpoint import is_loopback
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES, describe_end
+from polyreme.process.tasks import end_all
 from polyreme_trainer.launch.rendezvous import (
     AGENT,
     TIMES,
@@ -169,6 +170,4 @@ async def _outcome(
             raise error
         return here.result()
     finally:
-        for task in (here, others):
-            task.cancel()
-        await asyncio.gather(here, others, return_exceptions=True)
+        await end_all((here, others))

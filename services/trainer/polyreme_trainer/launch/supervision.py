@@ -17,6 +17,7 @@ from polyreme.experience.metric_records import ServiceNotice, TrackerFailed
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import stop_event, until_set
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
+from polyreme.process.tasks import end_all
 from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
 from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
@@ -142,9 +143,7 @@ class Supervision(ABC):
             self.orphaned = True
             raise RunFailedError("the process that started this trainer to run", "that it has died", "Continue with --resume.")
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
 
     async def _drain(self, work: asyncio.Task[None]) -> None:
         """Lets the processes finish and save; ends those that do not."""

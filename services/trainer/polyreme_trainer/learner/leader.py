@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 from polyreme.errors import PolyremeError
+from polyreme.process.tasks import running
 
 HEARTBEAT_SECONDS = 2.0
 AGENT_PID = "POLYREME_AGENT_PID"
@@ -110,15 +111,12 @@ class Ranks:
     async def telling(self) -> AsyncIterator[None]:
         """On rank 0, a block that calls `tell`, in the thread of its event loop. The others get heartbeats between the calls, and hear of the
         block's error. When another rank has died, the next `tell` raises RuntimeError."""
-        beating = asyncio.create_task(self._beat())
-        try:
-            yield
-        except BaseException as error:
-            self._send_failure(error)
-            raise
-        finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+        async with running(self._beat()):
+            try:
+                yield
+            except BaseException as error:
+                self._send_failure(error)
+                raise
 
     async def _beat(self) -> None:
         while True:

@@ -21,6 +21,7 @@ from polyreme.experience.metric_records import MetricRecord, ServiceNotice
 from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.process.tasks import end_all
 from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
@@ -161,8 +162,7 @@ class RunClient:
                     )
                 await self.watch(asyncio.sleep(self.again_seconds), "replicas to answer")
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await end_all([reading])
 
     async def _questions(self, config: RunConfig, version: int) -> gates.Questions:
         prompts, stop_ids = await asyncio.to_thread(_prompts, await self.run.model_files(), config)
@@ -206,8 +206,7 @@ class RunClient:
             return task.result()
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await end_all([task])
 
 
 def _prompts(files: Mapping[str, bytes], config: RunConfig) -> tuple[list[NDArray[np.int64]], tuple[int, ...]]:

@@ -25,6 +25,7 @@ from polyreme.page.runs import Runs
 from polyreme.page.server_status import ServerStatus
 from polyreme.page.threads import PageThreads
 from polyreme.process.resource_metrics import Usage
+from polyreme.process.tasks import running
 from polyreme.rundir.progress import SPLIT, Progress, stream_time
 from polyreme.rundir.run_records import add_written
 
@@ -113,15 +114,12 @@ async def export(run: Run, config: RunConfig, host: str, port: int | None) -> As
         yield None
         return
     exporter, runs = Exporter(run, config), Runs([config.run_dir], PageThreads(_PAGE_NICENESS))
-    following = [asyncio.create_task(exporter.keep_current()), asyncio.create_task(runs.keep_current())]
-    page = application(runs, ServerStatus(run))
-    try:
-        async with serve_http(host, port, _application(exporter, page), security=config.security, is_open=is_open) as bound:
-            yield bound
-    finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+    page = _application(exporter, application(runs, ServerStatus(run)))
+    async with (
+        running(exporter.keep_current(), runs.keep_current()),
+        serve_http(host, port, page, security=config.security, is_open=is_open) as bound,
+    ):
+        yield bound
 
 
 def _application(exporter: Exporter, page: ASGIApp) -> ASGIApp:

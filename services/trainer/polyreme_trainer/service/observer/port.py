@@ -3,7 +3,6 @@
 Invariant: it listens on loopback only, since it shows all tenants.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from polyreme.net.ports import loopback
 from polyreme.page.api import application
 from polyreme.page.runs import Runs
 from polyreme.page.threads import PageThreads
+from polyreme.process.tasks import running
 from polyreme_trainer.service.observer.metrics import ServiceMetrics
 from polyreme_trainer.service.observer.observer import Observer
 
@@ -33,15 +33,11 @@ async def observer_port(observer: Observer, folder: Path, port: int) -> AsyncIte
         ConfigError: the port is taken.
     """
     runs = Runs([folder], PageThreads(_PAGE_NICENESS))
-    following = asyncio.create_task(runs.keep_current())
     page = application(runs)
     routes = [Route("/health", _health), Mount("/metrics", make_asgi_app(ServiceMetrics(observer).registry)), *page.routes]
-    try:
-        async with serve_http(loopback(), port, Starlette(routes=routes, middleware=page.user_middleware)) as bound:
-            yield bound
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+    served = Starlette(routes=routes, middleware=page.user_middleware)
+    async with running(runs.keep_current()), serve_http(loopback(), port, served) as bound:
+        yield bound
 
 
 async def _health(request: Request) -> Response:
