@@ -1,6 +1,6 @@
 """The worker's side of its calls: makes many at once.
 
-Coroutines are tasks of the event loop of the main thread; what else takes time runs `in_thread`.
+Coroutines are tasks of the event loop of the main thread; what else takes time runs in a `CallThread`.
 
 Invariant: a call has one reply with its number when it ends, unless the process ends. A call that is cancelled and does not end is reported
 as stuck; a call that blocks the event loop is named by the thread that reads the socket, which nothing but a held interpreter lock blocks.
@@ -11,7 +11,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
+from queue import SimpleQueue
 from typing import Any
 
 from polyreme.errors import ConfigError
@@ -62,24 +62,53 @@ def serve_calls(channel: socket.socket, what: str, load: Callable[[Setup], tuple
     return 0
 
 
-async def in_thread(threads: Executor, function: Callable[[], object]) -> object:
-    """What a function returns or raises in a thread. It ends when the function does, also if it is cancelled."""
+class CallThread:
+    """A thread that runs one function after the other, until the process ends."""
 
-    def caught() -> tuple[object, BaseException | None]:
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    async def run(self, function: Callable[[], object]) -> object:
+        """What a function returns or raises in the thread. It ends when the function does, also if it is cancelled."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+
+        def work() -> None:
+            try:
+                outcome = function(), None
+            except BaseException as error:  # noqa: BLE001 not every exception can be set on a future
+                outcome = None, error
+            loop.call_soon_threadsafe(ended.set_result, outcome)
+
+        self._work.put(work)
         try:
-            return function(), None
-        except BaseException as error:  # noqa: BLE001 not every exception can be set on a future
-            return None, error
+            result, error = await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            await asyncio.wait({ended})
+            raise
+        if error is not None:
+            raise error
+        return result
 
-    running = asyncio.get_running_loop().run_in_executor(threads, caught)
-    try:
-        result, error = await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
-    if error is not None:
-        raise error
-    return result
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+class CallThreads:
+    """Threads, each lent to one at a time: a new one costs more than most calls. There are as many as were lent at the same time."""
+
+    def __init__(self) -> None:
+        self._idle: list[CallThread] = []
+
+    def take(self) -> CallThread:
+        """A thread, until `give_back`."""
+        return self._idle.pop() if self._idle else CallThread()
+
+    def give_back(self, thread: CallThread) -> None:
+        """Takes back a thread in which nothing runs."""
+        self._idle.append(thread)
 
 
 class _CallServer:

@@ -1,21 +1,20 @@
 """The main function of a worker: loads the class, then plays many episodes call by call.
 
-Invariant: methods that are coroutines run as tasks of the event loop in the main thread. The other methods of an episode run in a thread that
-is its own, since what they keep, such as a connection, may belong to its thread; or without `threads`, one after the other in the main thread.
+Invariant: methods that are coroutines run as tasks of the event loop in the main thread. The other methods of an episode run in one thread,
+which runs no other episode's until it ends, since what they keep, such as a connection, may belong to its thread; or without `threads`, one after the other in the main thread.
 """
 
 import hashlib
 import inspect
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from polyreme.config.python_source import load_module
 from polyreme.dataset.source import ALLOWED_TOOLS
-from polyreme_environment.call_server import Answer, Call, Setup, in_thread, serve_calls
+from polyreme_environment.call_server import Answer, Call, CallThread, CallThreads, Setup, serve_calls
 from polyreme_environment.contract import Moved, begun, finite, has_step, moved, own_members
 from polyreme_environment.foreign_classes.choice import environment_class
 from polyreme_environment.foreign_classes.stand_ins import offer_stand_ins
@@ -57,12 +56,12 @@ def _class_of(setup: Setup) -> tuple[type[Any], dict[str, Any]]:
 
 @dataclass
 class _Played:
-    """An episode: its tools, its instance, the attribute `reward` after its last turn, and its thread, which starts when it is needed."""
+    """An episode: its tools, its instance, the attribute `reward` after its last turn, and its thread once it needs one."""
 
     tools: Toolbox
     instance: Any = None
     reward: float = 0.0
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    thread: CallThread | None = None
 
 
 class Player:
@@ -70,7 +69,8 @@ class Player:
 
     def __init__(self, kind: Any, options: dict[str, object], toolbox: Toolbox, setup: Setup) -> None:
         self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
-        self._options, self._limit, self._threads = options, setup["max_chars"], setup["threads"]
+        self._options, self._limit = options, setup["max_chars"]
+        self._threads = CallThreads() if setup["threads"] else None
         self._selects, self._seconds = bool(setup["tools"]), _SHARE * setup["seconds"]
         self._episodes: dict[int, _Played] = {}
 
@@ -81,11 +81,15 @@ class Player:
 
     async def _reset(self, number: int, row: dict[str, object], seed: int) -> Moved:
         episode = self._episodes[number] = _Played(self._tools_for(row))
-        make, is_coroutine = partial(self._kind, **self._options), inspect.iscoroutinefunction(self._kind.reset)
-        episode.instance = make() if is_coroutine else await self._made(episode, make)
-        positional, named = _reset_arguments(episode.instance.reset, row, seed)
-        first = begun(await self._made(episode, partial(episode.instance.reset, *positional, **named)), self._limit)
-        return Moved(first, tools=episode.tools.schemas)
+
+        def begin() -> object:
+            episode.instance = self._kind(**self._options)
+            positional, named = _reset_arguments(episode.instance.reset, row, seed)
+            return episode.instance.reset(*positional, **named)
+
+        is_coroutine = inspect.iscoroutinefunction(self._kind.reset)
+        first = await (begin() if is_coroutine else self._made(episode, begin))  # type: ignore[misc]
+        return Moved(begun(first, self._limit), tools=episode.tools.schemas)
 
     def _tools_for(self, row: dict[str, object]) -> Toolbox:
         """The tools of an episode. Of a run's tools, its row may choose."""
@@ -109,15 +113,17 @@ class Player:
                 if (close := getattr(episode.instance, "close", None)) is not None:
                     await self._made(episode, close)
             finally:
-                episode.thread.shutdown(wait=False)
+                if self._threads is not None and episode.thread is not None:
+                    self._threads.give_back(episode.thread)
         return Moved()
 
     async def _made(self, episode: _Played, method: Callable[[], object]) -> object:
         """What a method returns."""
-        if inspect.iscoroutinefunction(method) or not self._threads:
+        if self._threads is None or inspect.iscoroutinefunction(method):
             answer = method()
         else:
-            answer = await in_thread(episode.thread, method)
+            episode.thread = episode.thread or self._threads.take()
+            answer = await episode.thread.run(method)
         return await answer if inspect.iscoroutine(answer) else answer
 
 
