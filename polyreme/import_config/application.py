@@ -4,7 +4,7 @@ Invariant: every key of the file is in the result exactly once for each of its r
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from polyreme.config.yaml_text import Tree
@@ -12,6 +12,7 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.rules import (
     LOSSES,
     Fate,
+    Fixed,
     Lost,
     Noted,
     Off,
@@ -94,7 +95,7 @@ def known_values(system: System, given: Values) -> dict[str, object]:
     return {**system.defaults, **{key: value for key, value in given.items() if _is_known(system, key, value)}}
 
 
-def _fixed(system: System, values: Values) -> Mapping[str, tuple[object, str]]:
+def _fixed(system: System, values: Values) -> Fixed:
     for key, usual in system.defaults.items():
         if isinstance(usual, int | float) and isinstance(values[key], str):
             raise ConfigError(f"a number for {key}", _short(values[key]), _WRITE)

@@ -3,10 +3,10 @@
 Invariant: pure functions of a key's value and all values, as `Rule.convert` takes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from polyreme.import_config.convert import part_of_run
-from polyreme.import_config.rules import Convert, Lost, Off, Values
+from polyreme.import_config.rules import Convert, Lost, Off, Values, unless_off
 
 SCHEDULES = {
     "constant": "constant",
@@ -48,13 +48,9 @@ def minimum(rate: str, ratio: Callable[[Values], float]) -> Convert:
 
 def warmup_ratio(schedule_key: str) -> Convert:
     """A warm-up as a part of the run. transformers' constant schedule has none."""
-    return lambda value, values: _without(values, schedule_key) or part_of_run(value, values)
+    return unless_off(lambda values: without_warmup(values, schedule_key), part_of_run)
 
 
-def _without(values: Mapping[str, object], key: str) -> Off | None:
-    return Off("transformers' constant schedule has no warm-up") if values.get(key) == "constant" else None
-
-
-def has_warmup(values: Values, key: str) -> bool:
-    """Whether the schedule named by `key` warms up."""
-    return _without(values, key) is None
+def without_warmup(values: Values, key: str) -> str:
+    """Why the schedule named by `key` has no warm-up; empty where it has one."""
+    return "transformers' constant schedule has no warm-up" if values.get(key) == "constant" else ""

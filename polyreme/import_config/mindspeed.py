@@ -20,9 +20,8 @@ from polyreme.import_config.mindspeed_keys import (
     SCHEDULES,
     TRAIN,
 )
-from polyreme.import_config.rules import ITERATIONS, ForeignEnvironment, System, Unresolved, Values
+from polyreme.import_config.rules import ITERATIONS, Fixed, ForeignEnvironment, System, Unresolved, Values
 
-Fixed = dict[str, tuple[object, str]]
 STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
 VERIFIERS = {
     "acc": ("math", "1, -0.5 or -1 there, 1 or 0 here"),

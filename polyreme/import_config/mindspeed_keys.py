@@ -4,12 +4,11 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 """
 
 from polyreme.import_config.convert import KL, above, lookup, path, positive, when
-from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
+from polyreme.import_config.rules import PART, WHOLE, Lost, Off, Rule, Values, idle, lost, one_of, part_of, unless_off
 
 TRAIN, ACTOR, CRITIC, RL, GENERATE = "megatron_training", "actor_config", "critic_config", "rl_config", "generate_config"
 SAMPLING = f"{GENERATE}.sampling_config"
 GAE = when(f"{RL}.adv_estimator", "gae")
-WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 OPTIMIZER: dict[str, tuple[str, object]] = {
     "lr": ("lr", 1e-6),
@@ -27,12 +26,7 @@ EXPERTS = ("a3b", "a22b", "deepseek", "moe")
 """Parts of the names of models with experts."""
 
 
-def _schedule(value: object, values: Values) -> object:
-    return (
-        PART
-        if value in SCHEDULES
-        else Lost(f"no counterpart of this schedule ({', '.join(SCHEDULES)}); the rate is constant here")
-    )
+_schedule = one_of(SCHEDULES)
 
 
 def _without_critic(values: Values) -> str:
@@ -123,8 +117,7 @@ ACTORS = (
     *idle("a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path", f"{ACTOR}.load"),
     *idle("checkpoints are in output_dir/name", f"{ACTOR}.save"),
     *part_of("trainer.critic.optimizer", *(f"{CRITIC}.{key}" for key in OPTIMIZER if key != "lr_decay_style")),
-    Rule(f"{CRITIC}.lr_decay_style", "trainer.critic.optimizer.schedule", "",
-         lambda value, values: Off(_without_critic(values)) if _without_critic(values) else _schedule(value, values)),
+    Rule(f"{CRITIC}.lr_decay_style", "trainer.critic.optimizer.schedule", "", unless_off(_without_critic, _schedule)),
     *idle("with the actor's; in MindSpeed RL a path equal to the actor's mixes the files of both, which `polyreme convert` refuses",
           f"{CRITIC}.save"),
     *lost("CHECK: convert it with `polyreme convert --critic` and set trainer.critic.path; without, the critic starts from the actor",

@@ -3,11 +3,9 @@
 Invariant: pure functions of the values under the dotted names, with OpenRLHF's defaults for those that a command line lacks.
 """
 
-from collections.abc import Mapping
-
 from polyreme.import_config.convert import local, path, placeholder, product, ratio
 from polyreme.import_config.environments import TAKEN
-from polyreme.import_config.rules import ForeignEnvironment, Lost, Unresolved, Values
+from polyreme.import_config.rules import Fixed, ForeignEnvironment, Lost, Unresolved, Values
 
 PRESETS = {
     "gae": "ppo",
@@ -22,8 +20,6 @@ PER_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline")
 """Estimators that compare the samples of a prompt."""
 UNBOUNDED = 1e9
 """A cap of importance weights that is never reached."""
-
-Fixed = dict[str, tuple[object, str]]
 
 
 def fixed(values: Values) -> Fixed:
@@ -221,7 +217,7 @@ def _correction(values: Values) -> Fixed:
     return {"algorithm.correction": (found, origin)}
 
 
-def _critic(values: Mapping[str, object]) -> Fixed:
+def _critic(values: Values) -> Fixed:
     model = values.get("reward.model_name_or_path")
     if values["algo.advantage.estimator"] != "gae" or values.get("critic.model_name_or_path"):
         return {}

@@ -10,9 +10,8 @@ from typing import Any
 
 from polyreme.import_config.convert import path, product, ratio, refused
 from polyreme.import_config.paddlenlp_keys import CRITIC, RULES, SCHEDULES, minibatches_of, per_iteration, prompts, samples
-from polyreme.import_config.rules import ITERATIONS, System, Values
+from polyreme.import_config.rules import ITERATIONS, Fixed, System, Values
 
-Fixed = dict[str, tuple[object, str]]
 PRESETS = {"ppo": "ppo", "grpo": "grpo", "reinforce_plus_plus": "reinforce_pp", "vapo": "ppo"}
 DEFAULTS = {
     "rl_algorithm": "ppo",

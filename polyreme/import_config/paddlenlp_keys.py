@@ -7,13 +7,12 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 import math
 
-from polyreme.import_config.convert import NAME_OR_PATH, minibatches, name, overlong, path, product, ratio, trackers
-from polyreme.import_config.rules import PART, Lost, Noted, Off, Rule, Values, idle, lost, part_of
+from polyreme.import_config.convert import NAME_OR_PATH, given, minibatches, name, overlong, path, product, ratio, trackers
+from polyreme.import_config.rules import WHOLE, Noted, Off, Rule, Values, idle, lost, one_of, part_of, unless_off
 
 CRITIC = ("ppo", "vapo")
 """Algorithms with a critic."""
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "constant_with_warmup": "constant"}
-WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
 
 def samples(values: Values) -> int:
@@ -63,13 +62,8 @@ def _without_critic(values: Values) -> str:
     return "" if values["rl_algorithm"] in CRITIC else "no critic in this algorithm"
 
 
-def _of_critic(value: object, values: Values) -> object:
-    return Off(_without_critic(values)) if _without_critic(values) else value if value else Off("not set")
-
-
-def _schedule(value: object, values: Values) -> object:
-    known = value is None or value in SCHEDULES
-    return PART if known else Lost(f"no counterpart of this schedule ({', '.join(SCHEDULES)}); the rate is constant here")
+_of_critic = unless_off(_without_critic, given)
+_schedule = one_of(SCHEDULES, None)
 
 
 def _recompute(value: object, values: Values) -> object:
@@ -108,8 +102,7 @@ TRAINING = (
     Rule("lr_scheduler_type", "trainer.optimizer.schedule", "", _schedule),
     *part_of("trainer.critic.optimizer", "critic_learning_rate", "critic_min_learning_rate", "critic_weight_decay", "critic_warmup_ratio",
              "critic_warmup_steps"),
-    Rule("critic_lr_scheduler_type", "trainer.critic.optimizer.schedule", "",
-         lambda value, values: Off(_without_critic(values)) if _without_critic(values) else _schedule(value, values)),
+    Rule("critic_lr_scheduler_type", "trainer.critic.optimizer.schedule", "", unless_off(_without_critic, _schedule)),
     *lost("the rate falls until the last iteration", "decay_steps", "critic_decay_steps", unless=(None, -1), off=_constant),
     *lost("a fall has one form here", "num_cycles", "lr_end", "power", off=_constant),
     *lost("the optimizer is AdamW", "optim", unless=(None, "adamw")),

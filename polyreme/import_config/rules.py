@@ -3,7 +3,7 @@
 Invariant: a rule without a counterpart among our keys declares why. A rule with `*` never says "no effect" about keys that change training.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -13,6 +13,8 @@ Values = Mapping[str, Any]
 """The other system's values by dotted key: those of the file over the system's defaults."""
 Convert = Callable[[Any, Values], object]
 """Computes our value from a key's value and all values."""
+Fixed = dict[str, tuple[object, str]]
+"""Our keys with value and origin, as `System.fixed` returns them."""
 ITERATIONS = "(iterations)"
 """Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed. Names in
 brackets are no keys of the file."""
@@ -64,6 +66,10 @@ PART = ReadElsewhere()
 
 class Unresolved(str):
     """A text of the file with a variable that the file does not define."""
+
+
+WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
+"""Why an option that cuts the distribution of the samples is lost."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,17 @@ def lost(
     return tuple(Rule(key, "", why, convert, Fate.ANOTHER_RUN if another_run else Fate.LOST) for key in keys)
 
 
+def unless_off(off: Callable[[Values], str], convert: Convert) -> Convert:
+    """The conversion, unless the key has no effect beside the other values: `off` says why, as that of `lost`."""
+    return lambda value, values: Off(why) if (why := off(values)) else convert(value, values)
+
+
+def one_of(schedules: Collection[str], *usual: object) -> Convert:
+    """The fate of a schedule's name, which an optimizer's settings read. `usual`: values for the other system's own choice."""
+    missing = f"no counterpart of this schedule ({', '.join(schedules)}); the rate is constant here"
+    return lambda value, values: PART if value in schedules or value in usual else Lost(missing)
+
+
 @dataclass(frozen=True)
 class ForeignEnvironment:
     """The environment of a run of several turns: what the other system's keys say about it.
@@ -174,7 +191,7 @@ class System:
     title: str
     rules: tuple[Rule, ...]
     defaults: Mapping[str, object] = field(default_factory=dict)
-    fixed: Callable[[Values], Mapping[str, tuple[object, str]]] = lambda values: {}
+    fixed: Callable[[Values], Fixed] = lambda values: {}
     epochs: str = ""
     environment: "Callable[[Values], ForeignEnvironment | None]" = lambda values: None
 

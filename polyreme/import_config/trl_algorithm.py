@@ -2,8 +2,8 @@
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import refused
-from polyreme.import_config.rules import Lost, Values
-from polyreme.import_config.trl_batches import TRAINER, Fixed, older, per_iteration
+from polyreme.import_config.rules import Fixed, Lost, Values
+from polyreme.import_config.trl_batches import TRAINER, older, per_iteration
 
 AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",

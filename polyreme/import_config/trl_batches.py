@@ -6,13 +6,12 @@ Invariant: pure functions of the values, with TRL's defaults for those that a fi
 import math
 
 from polyreme.import_config.convert import part_of_run, product, ratio
-from polyreme.import_config.hugging_face import has_warmup
-from polyreme.import_config.rules import Noted, Off, Values
+from polyreme.import_config.hugging_face import without_warmup
+from polyreme.import_config.rules import Fixed, Noted, Off, Values
 
 TRAINER = "(trainer)"
 """Among the values: `grpo` or `rloo`, if the name of the file or program says which trainer reads it."""
 RLOO_KEYS = ("normalize_advantages", "reward_clip_range")
-Fixed = dict[str, tuple[object, str]]
 
 
 def is_rloo(values: Values) -> bool:
@@ -77,7 +76,7 @@ def steps(value: object, values: Values) -> object:
 
 def warmup_steps(value: float, values: Values) -> object:
     """Optimizer steps of warm-up, or a part of the run below 1, as iterations; rounded up, so that a warm-up remains one."""
-    if not value or not has_warmup(values, "lr_scheduler_type"):
+    if not value or without_warmup(values, "lr_scheduler_type"):
         return Off("none")
     if 0 < value < 1:
         return part_of_run(value, values)

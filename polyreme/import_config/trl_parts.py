@@ -8,9 +8,9 @@ from typing import Any
 
 from polyreme.import_config.convert import path, placeholder, ratio
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
-from polyreme.import_config.rules import ForeignEnvironment, Lost, Noted, Off, Unresolved, Values
+from polyreme.import_config.rules import Fixed, ForeignEnvironment, Lost, Noted, Off, Unresolved, Values
 from polyreme.import_config.trl_algorithm import grpo, rloo
-from polyreme.import_config.trl_batches import Fixed, batches, is_rloo, older, per_iteration
+from polyreme.import_config.trl_batches import batches, is_rloo, older, per_iteration
 
 Reward = dict[str, Any]
 """The keys of a reward."""

@@ -20,7 +20,6 @@ GAE = when("algorithm.adv_estimator", "gae")
 _SENSES = re.compile(r"[\d.-]vl\b|\bvl[\d.-]|internvl|llava|omni|vision|-\d\.?\d?v\b|minicpm-[ov]", re.IGNORECASE)
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NO_CRITIC = "no critic without adv_estimator: gae"
-WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
 
 def without_critic(values: Values) -> str:

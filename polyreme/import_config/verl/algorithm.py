@@ -7,13 +7,11 @@ Invariant: an algorithm without a counterpart is refused; any other part without
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import KL, refused
-from polyreme.import_config.rules import PART, Lost, Off, Values
+from polyreme.import_config.rules import PART, Fixed, Lost, Off, Values
 
 MODE = "trainer.v1.trainer_mode"
 """The key of verl's newer trainer with which samples may be older than the weights: colocate_async, separate_async."""
 ACTOR, CORRECTION, DISTILLATION = "actor_rollout_ref.actor", "algorithm.rollout_correction", "distillation"
-Fixed = dict[str, tuple[object, str]]
-"""Our keys with value and reason, as `System.fixed` returns them."""
 PRESETS = {
     "gae": "ppo",
     "grpo": "grpo",

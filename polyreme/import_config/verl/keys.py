@@ -4,7 +4,7 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 """
 
 from polyreme.import_config.convert import NAME_OR_PATH, given, lookup, name, path, positive, trackers, when
-from polyreme.import_config.rules import PART, Convert, Lost, Noted, Off, Rule, Values, idle, lost, part_of
+from polyreme.import_config.rules import PART, WHOLE, Convert, Lost, Noted, Off, Rule, Values, idle, lost, part_of
 from polyreme.import_config.verl.actor_keys import (
     ACTORS,
     DATA,
@@ -13,7 +13,6 @@ from polyreme.import_config.verl.actor_keys import (
     NO_CRITIC,
     REF,
     ROLLOUT,
-    WHOLE,
     optimizer_keys,
     without_critic,
 )

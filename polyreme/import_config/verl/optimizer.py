@@ -8,12 +8,13 @@ Invariant: every setting is in the result, so that none of our defaults takes ef
 import math
 from typing import Any
 
-from polyreme.import_config.rules import ITERATIONS, PART, Lost, Values
-from polyreme.import_config.verl.algorithm import Fixed
+from polyreme.import_config.rules import ITERATIONS, Fixed, Values, one_of
 from polyreme.import_config.verl.engine_keys import engine_of
 
 _MINIMA = ("min_lr", "lr_min", "min_lr_ratio", "min_lr_factor")
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
+schedule = one_of(SCHEDULES, None)
+"""The fate of a key with the schedule's name."""
 
 
 def optimizer(section: str, target: str, values: Values) -> Fixed:
@@ -65,9 +66,3 @@ def _min_lr(section: str, values: Values) -> float:
 def _clip_grad(section: str, values: Values) -> float:
     own, shared = values.get(f"{section}.optim.clip_grad"), values.get(f"{section}.grad_clip")
     return float(next((value for value in (own, shared) if value not in (None, 1.0)), 1.0))
-
-
-def schedule(value: object, values: Values) -> object:
-    """The fate of a key with the schedule's name."""
-    known = value is None or value in SCHEDULES
-    return PART if known else Lost(f"no counterpart of this schedule ({', '.join(SCHEDULES)}); the rate is constant here")

@@ -8,9 +8,9 @@ Invariant: this folder is the only place that knows verl's keys.
 import math
 
 from polyreme.import_config.convert import minibatches, path, placeholder, product, ratio
-from polyreme.import_config.rules import Lost, System, Unresolved, Values
+from polyreme.import_config.rules import Fixed, Lost, System, Unresolved, Values
 from polyreme.import_config.verl.actor_keys import MODEL, ROLLOUT
-from polyreme.import_config.verl.algorithm import ACTOR, MODE, Fixed, algorithm
+from polyreme.import_config.verl.algorithm import ACTOR, MODE, algorithm
 from polyreme.import_config.verl.engine_keys import sizes_of
 from polyreme.import_config.verl.keys import RULES
 from polyreme.import_config.verl.optimizer import optimizer
