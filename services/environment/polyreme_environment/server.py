@@ -26,7 +26,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
-from polyreme.process.tasks import end_all
+from polyreme.process.tasks import running
 from polyreme_environment.agents.address import AllSessions, is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
@@ -135,9 +135,7 @@ async def serve_all(
         for pool in pools.values():
             if isinstance(pool, AgentPool):
                 pool.server = f"{scheme}://{endpoint.http_address(http)}"
-        starting = [asyncio.create_task(pool.start()) for pool in pools.values()]
-        for task in starting:
-            stack.push_async_callback(_end, task)
+        starting = await stack.enter_async_context(running(*(pool.start() for pool in pools.values())))
         await asyncio.gather(*starting)
         for name, pool in pools.items():
             version, about = pool.about
@@ -161,7 +159,7 @@ async def serve_all(
         )
         try:
             async with AsyncExitStack() as registered:
-                registered.push_async_callback(_end, asyncio.create_task(_follow(pools, server)))
+                await registered.enter_async_context(running(_follow(pools, server)))
                 if run is not None:
                     await registered.enter_async_context(await Registry(run).register(lease))
                 yield lease
@@ -240,7 +238,3 @@ async def _follow(pools: Mapping[str, Pool], server: rpc.ServingHealth) -> None:
             ready = now
             logger.warning("ready: a worker can play again" if ready else "not ready: no worker can play")
             await server.set_ready(ready)
-
-
-async def _end(task: "asyncio.Task[None]") -> None:
-    await end_all([task])

@@ -20,7 +20,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
-from polyreme.process.tasks import end_all
+from polyreme.process.tasks import running
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
@@ -79,7 +79,7 @@ async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | No
         ready[0] = True
         try:
             async with AsyncExitStack() as registered:
-                registered.push_async_callback(_end, asyncio.create_task(_follow(scorer, server, ready)))
+                await registered.enter_async_context(running(_follow(scorer, server, ready)))
                 if run is not None:
                     facts = {"rewards": [{"name": r.name, "weight": r.weight, "version": r.version} for r in rewards]}
                     lease = Lease(
@@ -106,7 +106,3 @@ async def _follow(scorer: Scorer, server: rpc.ServingHealth, ready: list[bool]) 
             logger.warning("ready: the rewards can score again" if available else "not ready: a reward cannot score")
             ready[0] = available
             await server.set_ready(available)
-
-
-async def _end(task: "asyncio.Task[None]") -> None:
-    await end_all([task])
