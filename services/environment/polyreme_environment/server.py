@@ -27,8 +27,9 @@ from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme.process.tasks import running
-from polyreme_environment.agents.address import AllSessions, is_session_path, session_routes
+from polyreme_environment.agents.address import Find, OpenSession, is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
+from polyreme_environment.agents.request import RefusedRequestError
 from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
 from polyreme_environment.agents.session_table import SessionTable
 from polyreme_environment.episode_pool import EpisodePool
@@ -121,10 +122,10 @@ async def serve_all(
         routes: list[Route] = []
         for pool in pools.values():
             if isinstance(pool, OnlinePool):  # the others are of held-out sets
-                routes = [*online_routes(pool), *session_routes(AllSessions(sessions, pool))]
+                routes = [*online_routes(pool), *session_routes(_either(sessions.find, pool.find))]
                 break
             if isinstance(pool, AgentPool):
-                routes = session_routes(sessions)
+                routes = session_routes(sessions.find)
         started = asyncio.Event()
         app = make_app(lambda: started.is_set() and _plays(pools), metrics, routes)
         is_open = is_session_path if routes else lambda path: False
@@ -168,6 +169,18 @@ async def serve_all(
                 pool.draining = True
             servicer.drain()
             await server.set_ready(False)
+
+
+def _either(agents: Find, product: Find) -> Find:
+    """Finds a session of agents, or else one of a running product."""
+
+    def find(key: str, id: str | None) -> OpenSession:
+        try:
+            return agents(key, id)
+        except RefusedRequestError:
+            return product(key, id)
+
+    return find
 
 
 def _plays(pools: Mapping[str, Pool]) -> bool:

@@ -62,28 +62,8 @@ class OpenSession(Protocol):
         """Gives a reward. `task`: of a running product's session that was opened without."""
 
 
-class Sessions(Protocol):
-    """The sessions of a server."""
-
-    def find(self, key: str, id: str | None) -> OpenSession:
-        """The session of a key, and of an address if it names one. Raises RefusedRequestError."""
-        ...
-
-
-class AllSessions:
-    """The sessions of a server that has a running product's beside those of agents."""
-
-    def __init__(self, agents: Sessions, product: Sessions) -> None:
-        self._agents, self._product = agents, product
-
-    def find(self, key: str, id: str | None) -> OpenSession:
-        """See `Sessions`."""
-        try:
-            return self._agents.find(key, id)
-        except RefusedRequestError:
-            return self._product.find(key, id)
-
-
+Find = Callable[[str, str | None], OpenSession]
+"""The session of a key, and of an address if it names one. Raises RefusedRequestError."""
 Answered = Callable[[Request], Awaitable[Response]]
 Answer = Callable[[OpenSession, bytes, bool], Awaitable[Response]]
 """Answers a request, by its body and whether it is NeMo Gym's."""
@@ -94,12 +74,12 @@ def is_session_path(path: str) -> bool:
     return _OPEN.match(path) is not None
 
 
-def session_routes(sessions: Sessions) -> list[Route]:
-    """The routes."""
+def session_routes(find: Find) -> list[Route]:
+    """The routes. `find`: among the open sessions of a server."""
 
     def in_session(answer: Answer, api: Api) -> Answered:
         async def answered(request: Request) -> Response:
-            session = sessions.find(await _key(request), request.path_params.get("id"))
+            session = find(await _key(request), request.path_params.get("id"))
             return await answer(session, await request.body(), "key" in request.path_params)
 
         return guarded(answered, api)

@@ -173,7 +173,7 @@ class OnlinePool:
         return session_key(self._key, id)
 
     def find(self, key: str, id: str | None) -> "_Session":
-        """See `Sessions`."""
+        """See `address.Find`."""
         own = key.partition(".")[0]
         if not hmac.compare_digest(self.key_of(own).encode(), key.encode()) or id not in (None, own):
             raise RefusedRequestError(401, "expected the api key of this session; found another one, or none", "invalid_api_key")
