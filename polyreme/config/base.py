@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from polyreme.config.named_input import NamedInput, in_place_of_paths
+from polyreme.config.named_input import NamedInput, filled
 from polyreme.config.notices import ReceiverConfig
 from polyreme.config.section import Operational, Section, without_operational
 from polyreme.config.trackers import TrackerConfig
@@ -72,7 +72,7 @@ class BaseConfig(Section):
     def by_name(self, tree: Tree) -> Tree:
         """A tree of the configuration's values with `owner/name@commit` in place of the paths of repositories, which differ by machine."""
         tree = {key: value for key, value in tree.items() if key != "names"}
-        return dict(in_place_of_paths(tree, {str(each.path): str(each) for each in self.names}))
+        return dict(filled(tree, {str(each.path): str(each) for each in self.names}))
 
     def shown(self, path: Path) -> str:
         """A path as users know it: the name of a repository, or the last part of a local path."""

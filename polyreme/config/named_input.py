@@ -5,6 +5,7 @@ one has only absolute paths, and its key `names` says which of them are reposito
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +65,10 @@ def nameable(metadata: list[object]) -> Nameable | None:
     return next((mark for mark in metadata if isinstance(mark, Nameable)), None)
 
 
-def in_place_of_paths(tree: Any, names: dict[str, str]) -> Any:
-    """A tree of plain values with these texts replaced wherever they are a value."""
-    if isinstance(tree, dict):
-        return {key: in_place_of_paths(value, names) for key, value in tree.items()}
+def filled(tree: Any, values: Mapping[str, object]) -> Any:
+    """A tree of plain values in which each text that is a key of `values` is replaced by its value."""
+    if isinstance(tree, Mapping):
+        return {key: filled(value, values) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [in_place_of_paths(value, names) for value in tree]
-    return names.get(tree, tree) if isinstance(tree, str) else tree
+        return [filled(value, values) for value in tree]
+    return values.get(tree, tree) if isinstance(tree, str) else tree

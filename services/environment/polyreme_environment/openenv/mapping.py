@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from polyreme.config.named_input import filled
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError, Moved, Reply, finite, moved
 from polyreme_environment.tool_schema import Schema
@@ -65,17 +66,6 @@ def action_form(declared: Mapping[str, object] | None, schema: Schema) -> Action
         raise ConfigError(f"all required fields of the server's actions, {required}", f"none for {sorted(missing)}",
                           "Add them to environment.action.")  # fmt: skip
     return ActionForm(dict(declared), structured, has_tools)
-
-
-def filled(template: object, values: Mapping[str, object]) -> object:
-    """A JSON value with each string that is a key of `values` replaced by its value."""
-    if isinstance(template, str):
-        return values.get(template, template)
-    if isinstance(template, Mapping):
-        return {key: filled(value, values) for key, value in template.items()}
-    if isinstance(template, list):
-        return [filled(value, values) for value in template]
-    return template
 
 
 def reset_fields(options: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
