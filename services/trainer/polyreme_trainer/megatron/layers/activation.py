@@ -15,7 +15,10 @@ class _Context(AutogradContext):
     is_silu: bool
 
 
-class _Gated(Function):
+class Gated(Function):
+    """silu(gate) * up (Shazeer 2020), or with GELU's tanh approximation: [..., 2 * ffn], gate first -> [..., ffn]. `keep`: whether the activated
+    gate is kept for the backward pass, which otherwise computes it again."""
+
     @staticmethod
     def forward(ctx: _Context, gate_up: Tensor, is_silu: bool, keep: bool) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -44,34 +47,16 @@ def _activate(gate: Tensor, is_silu: bool) -> Tensor:
     return torch.nn.functional.silu(gate) if is_silu else torch.nn.functional.gelu(gate, approximate="tanh")
 
 
-def swiglu(gate_up: Tensor, keep: bool) -> Tensor:
-    """silu(gate) * up (Shazeer 2020).
-
-    Args:
-        gate_up: [..., 2 * ffn], gate first.
-        keep: whether silu(gate) is kept for the backward pass, which otherwise computes it again.
-
-    Returns:
-        [..., ffn]
-    """
-    return _Gated.apply(gate_up, True, keep)
-
-
-def geglu(gate_up: Tensor, keep: bool) -> Tensor:
-    """As `swiglu`, with GELU's tanh approximation."""
-    return _Gated.apply(gate_up, False, keep)
-
-
 class GatedActivation:
     """A gated activation with megatron-core's interface: [..., 2 * ffn] (gate, up) -> [..., ffn]. It is no module, since megatron-core would ask
     one for its part of a checkpoint."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        self.function = swiglu if config.activation_func is torch.nn.functional.silu else geglu
+        self._is_silu = config.activation_func is torch.nn.functional.silu
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         # A processor computes the activation slower than it reads it. An accelerator rather keeps a quarter less.
-        return self.function(gate_up, keep=gate_up.device.type == "cpu")
+        return Gated.apply(gate_up, self._is_silu, gate_up.device.type == "cpu")
 
 
 OPTIONS = {"use_te_activation_func": True}

@@ -1,7 +1,5 @@
 """The fused parts of a layer compared with their textbook forms, values and gradients, in one process without a model."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from polyreme.config.trainer import OptimizerConfig
 from polyreme_trainer.learner.learning_rate import learning_rate
-from polyreme_trainer.megatron.layers.activation import geglu, swiglu
+from polyreme_trainer.megatron.layers.activation import Gated
 from polyreme_trainer.megatron.layers.cpu.linear import linear
 from polyreme_trainer.megatron.layers.cpu.spec import rms_norm
 
@@ -54,9 +52,10 @@ def test_rms_norm_rounds_where_the_reference_does(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_gated_activations(keep: bool) -> None:
     x = leaf(4, 6)
-    torch.testing.assert_close(swiglu(x, keep), torch.nn.functional.silu(x[:, :3]) * x[:, 3:])
-    torch.testing.assert_close(geglu(x, keep), torch.nn.functional.gelu(x[:, :3], approximate="tanh") * x[:, 3:])
-    assert gradcheck(partial(swiglu, keep=keep), (x,)) and gradcheck(partial(geglu, keep=keep), (x,))
+    torch.testing.assert_close(Gated.apply(x, True, keep), torch.nn.functional.silu(x[:, :3]) * x[:, 3:])
+    torch.testing.assert_close(Gated.apply(x, False, keep), torch.nn.functional.gelu(x[:, :3], approximate="tanh") * x[:, 3:])
+    for is_silu in (True, False):
+        assert gradcheck(lambda x, is_silu=is_silu: Gated.apply(x, is_silu, keep), (x,))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
