@@ -73,7 +73,7 @@ class Ranks:
             On rank 0, the error of `question`; on the others, LeaderError with the same exit code.
         """
         if self._runner is None:
-            return self._receive()
+            return self.hear()
         try:
             answer = self._runner.run(self._with_heartbeat(question()))
         except BaseException as error:
@@ -105,7 +105,13 @@ class Ranks:
 
     def hear(self) -> bytes:
         """What rank 0 tells, on another rank. Raises LeaderError when rank 0 has failed, and RuntimeError when it has died."""
-        return self._receive()
+        assert self._channel is not None, "a rank other than 0 has a channel"
+        while True:
+            kind, payload = self._channel.receive()
+            if kind == _ANSWER:
+                return payload
+            if kind == _FAILED:
+                raise LeaderError(payload[4:].decode(), struct.unpack("<i", payload[:4])[0])
 
     @asynccontextmanager
     async def telling(self) -> AsyncIterator[None]:
@@ -148,15 +154,6 @@ class Ranks:
     def _send(self, kind: int, payload: bytes) -> None:
         if self._channel is not None:
             self._channel.send(kind, payload)
-
-    def _receive(self) -> bytes:
-        assert self._channel is not None, "a rank other than 0 has a channel"
-        while True:
-            kind, payload = self._channel.receive()
-            if kind == _ANSWER:
-                return payload
-            if kind == _FAILED:
-                raise LeaderError(payload[4:].decode(), struct.unpack("<i", payload[:4])[0])
 
 
 def join(parts: Sequence[bytes]) -> bytes:

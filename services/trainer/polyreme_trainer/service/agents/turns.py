@@ -6,7 +6,6 @@ was killed, has the same tokens.
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ from polyreme_trainer.orchestrator.generation.sampler import Sampler
 from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.agents.run import KIND, AgentPolicy, run_config
 from polyreme_trainer.service.wire import Request
-
-logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _REASONS = {tinker_pb2.STOP_REASON_STOP: FINISH_REASON_STOP, tinker_pb2.STOP_REASON_LENGTH: FINISH_REASON_LENGTH}
