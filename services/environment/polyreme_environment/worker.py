@@ -1,7 +1,7 @@
 """The main function of a worker: loads the class, then plays many episodes call by call.
 
-Invariant: methods that are coroutines run as tasks of the event loop in the main thread. The other methods of an episode run in one thread,
-which runs no other episode's until it ends, since what they keep, such as a connection, may belong to its thread; or without `threads`, one after the other in the main thread.
+Invariant: methods that are coroutines run as tasks of the event loop in the main thread. The other methods of an episode run in a thread that
+is its own, since what they keep, such as a connection, may belong to its thread; or without `threads`, one after the other in the main thread.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from polyreme.config.python_source import load_module
 from polyreme.dataset.source import ALLOWED_TOOLS
-from polyreme_environment.call_server import Answer, Call, CallThread, CallThreads, Setup, serve_calls
+from polyreme_environment.call_server import Answer, Call, CallThread, Setup, serve_calls
 from polyreme_environment.contract import Moved, begun, finite, has_step, moved, own_members
 from polyreme_environment.foreign_classes.choice import environment_class
 from polyreme_environment.foreign_classes.stand_ins import offer_stand_ins
@@ -69,8 +69,7 @@ class Player:
 
     def __init__(self, kind: Any, options: dict[str, object], toolbox: Toolbox, setup: Setup) -> None:
         self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
-        self._options, self._limit = options, setup["max_chars"]
-        self._threads = CallThreads() if setup["threads"] else None
+        self._options, self._limit, self._threads = options, setup["max_chars"], setup["threads"]
         self._selects, self._seconds = bool(setup["tools"]), _SHARE * setup["seconds"]
         self._episodes: dict[int, _Played] = {}
 
@@ -113,16 +112,16 @@ class Player:
                 if (close := getattr(episode.instance, "close", None)) is not None:
                     await self._made(episode, close)
             finally:
-                if self._threads is not None and episode.thread is not None:
-                    self._threads.give_back(episode.thread)
+                if episode.thread is not None:
+                    episode.thread.end()
         return Moved()
 
     async def _made(self, episode: _Played, method: Callable[[], object]) -> object:
         """What a method returns."""
-        if self._threads is None or inspect.iscoroutinefunction(method):
+        if not self._threads or inspect.iscoroutinefunction(method):
             answer = method()
         else:
-            episode.thread = episode.thread or self._threads.take()
+            episode.thread = episode.thread or CallThread()
             answer = await episode.thread.run(method)
         return await answer if inspect.iscoroutine(answer) else answer
 

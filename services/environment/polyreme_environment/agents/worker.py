@@ -1,6 +1,6 @@
 """The main function of a worker that runs an agent's function, many times at once: loads the function, then runs it.
 
-Invariant: a function runs in a thread that runs no other until it ends; a coroutine function is a task of the event loop, and ends when it is cancelled.
+Invariant: a function runs in a thread of its own; a coroutine function is a task of the event loop, and ends when it is cancelled.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_environment.agents.result import read_result
-from polyreme_environment.call_server import Answer, Call, CallThreads, Setup, serve_calls
+from polyreme_environment.call_server import Answer, Call, CallThread, Setup, serve_calls
 
 
 def main(channel: socket.socket) -> int:
@@ -37,17 +37,15 @@ def _load(setup: Setup) -> tuple[str, str, Answer]:
         raise ConfigError(where, str(error), "Fix the function, or the options.") from None
     digest = hashlib.sha256(repr([setup["code"], name, setup["options"]]).encode()).hexdigest()[:12]
     about = (inspect.getdoc(function) or name).partition("\n")[0]
-    return f"{name}-{digest}", about, partial(_run, CallThreads(), function, setup["options"])
+    return f"{name}-{digest}", about, partial(_run, function, setup["options"])
 
 
-async def _run(
-    threads: CallThreads, function: Callable[..., Any], options: Mapping[str, object], call: Call
-) -> Mapping[str, object]:
+async def _run(function: Callable[..., Any], options: Mapping[str, object], call: Call) -> Mapping[str, object]:
     run = partial(function, *call["run"], **options)
     if inspect.iscoroutinefunction(function):
         return vars(read_result(await run()))
-    thread = threads.take()
+    thread = CallThread()
     try:
         return vars(read_result(await thread.run(run)))
     finally:
-        threads.give_back(thread)
+        thread.end()
