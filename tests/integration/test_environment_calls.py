@@ -17,7 +17,7 @@ CODE = (
     + '''
 import asyncio, os, sqlite3, threading, time
 
-told, log = threading.Event(), []
+told, log, local = threading.Event(), [], threading.local()
 barrier, async_barrier = threading.Barrier(TOGETHER), asyncio.Barrier(TOGETHER)
 
 class Sync:
@@ -43,6 +43,9 @@ class Sync:
         return "told"
     def hear(self): return " ".join(["log:", *log])
     def thread(self): return str(threading.current_thread() is threading.main_thread())
+    def count(self):
+        local.count = getattr(local, "count", 0) + 1
+        return str(local.count)
 
 class Async:
     """Does what an answer says."""
@@ -141,6 +144,16 @@ async def test_an_episode_is_closed_after_a_call_whose_caller_left(config):
         await asyncio.gather(calling, return_exceptions=True)
         await witness.answer("tell")
         await heard(witness, "hangs goes on closed")
+
+
+async def test_what_an_episode_keeps_in_its_thread_is_its_own(config):
+    async with playing(config, "Sync") as (_, stream):
+        first, witness = await begun(stream, 2)
+        assert [text(await first.answer("count")) for _ in range(2)] == ["1", "2"], "one thread for all calls"
+        first.call.cancel()
+        await heard(witness, "closed")
+        (second,) = await begun(stream, 1)
+        assert text(await second.answer("count")) == "1"
 
 
 async def test_a_thread_that_hangs_costs_the_others_nothing(config):
