@@ -90,18 +90,19 @@ class EpisodeSession:
         temperature: float | None = None,
         budget: TokenBudget | None = None,
     ) -> None:
-        self._sampler, self._task, self._bounds = sampler, task, bounds
+        self._sampler, self._tail, self._task, self._bounds = sampler, tail, task, bounds
         self.number, self._temperature = number, temperature
-        self._trajectories = Trajectories(sampler.template, tail, task.prompt.ids)
-        self._over: int = pb.OUTCOME_UNSPECIFIED
-        self._transcript = Transcript(task.prompt.plain)
-        self._begun = 0
-        self._shared = SharedBudget(None if temperature is not None else budget, task.admission.index, self._trajectories)
-        self.tools: Tools = None
+        self._budget = None if temperature is not None else budget
         self.begin()
 
     def begin(self) -> None:
-        """Starts the episode's clock, when its environment is there."""
+        """Begins the episode, when its environment is there. What an environment that was lost has left is forgotten."""
+        self._trajectories = Trajectories(self._sampler.template, self._tail, self._task.prompt.ids)
+        self._over: int = pb.OUTCOME_UNSPECIFIED
+        self._transcript = Transcript(self._task.prompt.plain)
+        self._begun = 0
+        self._shared = SharedBudget(self._budget, self._task.admission.index, self._trajectories)
+        self.tools: Tools = None
         self.clock = EpisodeClock(self._bounds.seconds)
 
     def __contains__(self, turn: int) -> bool:
