@@ -109,10 +109,9 @@ class EpisodePool:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode]:
-        """An episode in the worker with the fewest. Raises FullError."""
-        if self._playing >= self._config.episodes or not self.available:
-            found = f"{len(self._workers.usable)} worker processes"
-            raise FullError(f"{self._playing} of environment.episodes = {self._config.episodes} in {found}")
+        """An episode in the worker with the fewest. Raises FullError or EpisodeLostError."""
+        if self._playing >= self._config.episodes:
+            raise FullError(f"{self._playing} of environment.episodes = {self._config.episodes}")
         episode = Episode(self._config, self._metrics, self._workers.take(), next(self._numbers))
         self._playing += 1
         self._metrics.playing.inc()

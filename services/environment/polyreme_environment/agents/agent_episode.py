@@ -42,7 +42,7 @@ class AgentEpisode:
     async def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
         """Yields what the agent asks for, as it asks, and at last how it ended; nothing more when the answers end.
 
-        Raises PlayError or EpisodeLostError.
+        Raises PlayError, EpisodeLostError or FullError.
         """
         self._idle_since = time.monotonic()
         self._deadline = self._idle_since + self._config.max_seconds

@@ -53,6 +53,7 @@ class Runner(Protocol):
         Raises:
             PlayError: the agent failed.
             EpisodeLostError: through no fault of its own it did not come to an end.
+            FullError: it has not begun, since there is no room at the moment.
         """
         ...
 
