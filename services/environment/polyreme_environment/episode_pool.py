@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 1.0
 """In which a coroutine that is cancelled must end."""
+_CLOSE_SECONDS = 5.0
+"""In which the last episodes may be closed when the server ends."""
 
 
 class Episode:
@@ -104,6 +106,8 @@ class EpisodePool:
     async def close(self) -> None:
         """Ends all workers and the processes that they started."""
         self.draining = True
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_CLOSE_SECONDS)
         await end_all(self._closing)
         await self._workers.close()
 
@@ -120,6 +124,5 @@ class EpisodePool:
         finally:
             self._playing -= 1
             self._metrics.playing.dec()
-            if not self.draining:
-                self._closing.add(task := asyncio.create_task(episode.close()))
-                task.add_done_callback(self._closing.discard)
+            self._closing.add(task := asyncio.create_task(episode.close()))
+            task.add_done_callback(self._closing.discard)
