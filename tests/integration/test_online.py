@@ -224,7 +224,7 @@ async def test_only_keys_open_sessions(world):
         with pytest.raises(openai.AuthenticationError):
             await product.say({"api_key": one["api_key"][:-1]}, HELLO)
         assert await product.reward(one["id"], 1.0) == 400  # before its first turn
-        assert [await product.reward(one["id"], bad) for bad in (None, "1", True)] == [400] * 3
+        assert [await product.reward(one["id"], bad) for bad in (None, "1", True, 10**400)] == [400] * 4
         assert await product.reward("0" * 16, 1.0) == 404
         untold = await product.open()
         await product.say(untold, HELLO)

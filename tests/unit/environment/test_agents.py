@@ -55,6 +55,7 @@ def request(**body: Any) -> TurnRequest:
         ("max_tokens", 0),
         ("max_tokens", "5"),
         ("temperature", "hot"),
+        pytest.param("temperature", 10**400, id="temperature-no-float"),
         ("messages", []),
         ("messages", "hello"),
         ("messages", [HELLO, {"role": "assistant", "content": "hi"}]),

@@ -31,6 +31,7 @@ from polyreme_environment.agents.request import (
     Asked,
     RefusedRequestError,
     TurnRequest,
+    as_float,
     bad,
     check_unicode,
     read_object,
@@ -190,9 +191,9 @@ def read_reward(body: bytes) -> tuple[float, str]:
     """The reward of a request, and the task if it names one. Raises RefusedRequestError."""
     asked = read_object(body)
     given: object = asked.get("reward")
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+    if not math.isfinite(reward := as_float(given)):
         raise bad(f"expected a finite number as `reward`; found {given!r:.100}")
-    return float(given), read_task(asked)
+    return reward, read_task(asked)
 
 
 def read_task(asked: Asked) -> str:
