@@ -226,6 +226,8 @@ async def test_only_keys_open_sessions(world):
         assert await product.reward(one["id"], 1.0) == 400  # before its first turn
         assert [await product.reward(one["id"], bad) for bad in (None, "1", True, 10**400)] == [400] * 4
         assert await product.reward("0" * 16, 1.0) == 404
+        half = await product.http.post(product.url.replace("/v1", "/by-model/v1/reward"), content=rb'{"model": "\ud800"}')
+        assert half.status_code == 400
         untold = await product.open()
         await product.say(untold, HELLO)
         assert await product.reward(untold["id"], 1.0) == 400  # rewards are compared within a task

@@ -97,7 +97,9 @@ def session_routes(find: Find) -> list[Route]:
 async def _key(request: Request) -> str:
     """The key of a request: `model` below `_BY_MODEL`, else as `key_of`."""
     if request.scope["path"].startswith(f"{_BY_MODEL}/"):
-        return str(read_object(await request.body()).get("model"))
+        model = read_object(await request.body()).get("model")
+        check_unicode(model, "`model`")
+        return str(model)
     return key_of(request)
 
 
