@@ -294,6 +294,7 @@ async def test_abandoned_sessions_leave_nothing_behind():
         (JSONResponse({"reward": "high"}), "expected a number as the reward"),
         (JSONResponse(None), "expected a reward, which the agent returns"),
         (Response(b"1" * (2 << 20)), "expected at most 1048576 bytes"),
+        (Response("1.0", headers={"content-encoding": "gzip"}), "as its Content-Encoding says"),
     ],
 )
 async def test_a_broken_reply_of_an_agent_is_a_failure(reply, error):
