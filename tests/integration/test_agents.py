@@ -402,6 +402,24 @@ async def test_a_process_that_ends_costs_its_episodes_a_try(redis, run_id, tmp_p
             await w.play(client, tries=1)
 
 
+async def test_a_turn_that_is_lost_with_its_server_leaves_nothing(redis, run_id, tmp_path, config):
+    section, bounds = config.model_dump(mode="json", exclude_defaults=True), WIDE.__class__(3, 128, 3600.0)
+    async with episode_world(redis, run_id, tmp_path, SHORT, reward=None, environment=section) as w:
+        client, task = EnvironmentClient(w.run, config, w.config.data, w.config.seed), await w.admit()
+        try:
+            async with serve(config, run=w.run, grace=0.0):
+                await client.refresh()
+                w.replicas[0].engine.step_seconds = 3600.0
+                playing = asyncio.create_task(w.play(client, task, bounds))
+                await w.replicas[0].asked.wait()
+            w.replicas[0].engine.step_seconds = 0.0
+            async with serve(config, run=w.run, grace=0.0):
+                await client.refresh()
+                assert recorded(await playing) == recorded(await w.play(client, task, bounds))
+        finally:
+            await client.close()
+
+
 async def test_an_agent_that_hangs_is_killed_and_others_play_on(redis, run_id, tmp_path, config):
     hasty = acting(config, "hang", max_seconds=1.0, step_timeout=0.5)
     async with hosted(redis, run_id, tmp_path, hasty) as (w, client):

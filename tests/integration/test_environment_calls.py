@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme_environment.episode_pool import EpisodePool
+from polyreme_environment.metrics import EnvironmentMetrics
 from support.environment_stream import serving
 
 TOGETHER = 6
@@ -74,6 +76,12 @@ class Tools:
         return str(await async_barrier.wait())
 '''
 )
+CLOSING = """
+class Closing:
+    def reset(self, row): pass
+    def step(self, message): pass
+    def close(self): open("{closed}", "w").close()
+"""
 
 
 @pytest.fixture
@@ -154,6 +162,19 @@ async def test_what_an_episode_keeps_in_its_thread_is_its_own(config):
         await heard(witness, "closed")
         (second,) = await begun(stream, 1)
         assert text(await second.answer("count")) == "1"
+
+
+async def test_an_episode_of_a_server_that_ends_is_closed(tmp_path):
+    (path := tmp_path / "closing.py").write_text(CLOSING.format(closed=tmp_path / "closed"))
+    pool = EpisodePool(EnvironmentConfig(file=path, start_timeout=60.0), EnvironmentMetrics())
+    await pool.start()
+    try:
+        async with pool.episode() as episode:
+            await episode.reset({}, 0)
+            pool.draining = True
+    finally:
+        await pool.close()
+    assert (tmp_path / "closed").exists()
 
 
 async def test_a_thread_that_hangs_costs_the_others_nothing(config):

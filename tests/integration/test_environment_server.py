@@ -175,6 +175,34 @@ async def test_a_frame_that_an_environment_writes_is_checked(config, frame):
         assert (await started(stream)).reward == 0.0, "a new worker plays on"
 
 
+NEEDY = """
+import os
+
+if not os.path.exists("{index}"):
+    raise RuntimeError("no index")
+
+class Plays:
+    def reset(self, row): pass
+    def step(self, message): os._exit(3)
+
+def run(task, base_url, api_key): os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("plays", [{"name": "Plays"}, {"function": "run"}], ids=["class", "agent"])
+async def test_a_server_without_a_worker_is_not_just_full(tmp_path, plays):
+    """Its only worker ends, and what a new one needs at import is gone."""
+    (index := tmp_path / "index").touch()
+    (path := tmp_path / "needy.py").write_text(NEEDY.format(index=index))
+    async with serving(EnvironmentConfig(file=path, start_timeout=60.0, **plays)) as (_, stream):
+        index.unlink()
+        episode = stream()
+        await episode.start()
+        if "name" in plays:
+            await episode.answer("exit")
+        assert await started(stream) is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_a_stream_that_ends_leaves_nothing_behind(config):
     async with serving(config.model_copy(update={"episodes": 1})) as (_, stream):
         first = stream()

@@ -11,18 +11,24 @@ import pytest
 import yaml
 from anthropic import AsyncAnthropic
 
+from polyreme import API_VERSION
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
-from polyreme.experience.leases import Registry
+from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.run import RunState
 from polyreme.net import rpc
+from polyreme_environment.grpc_service import NAME, EnvironmentServicer
+from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.online.pool import OnlinePool
 from polyreme_trainer.orchestrator.environment.online import complete_groups
+from polyreme_trainer.orchestrator.environment.online_turns import OnlineTurns
 from support import guide
 from support.environment_stream import Stream
 from support.product import HELLO, KEY, Product, online_world
+from support.waiting import until
 
 BASE = {
     "iterations": 2,
@@ -129,6 +135,40 @@ async def test_a_turn_whose_stream_is_lost_waits_for_another(world):
         assert (await asking).usage.completion_tokens > 0
 
 
+async def test_turns_are_offered_again_when_a_lease_returns(world):
+    """One of two offers ends while its server has no lease."""
+    async with world(environment={"episodes": 2}) as w:
+        metrics = EnvironmentMetrics()
+        pool = OnlinePool(w.config, metrics, w.settings, w.world.run, KEY, grouped=True)
+        begun, goes_on, both = asyncio.Event(), asyncio.Event(), asyncio.Barrier(2)
+        waits = [goes_on.wait, both.wait, both.wait]
+
+        async def sampled(request, tell):
+            begun.set()
+            await waits.pop(0)()
+            return pb.Answer(text="3")
+
+        async def turn():
+            return [said.text async for said in pool.sample(pb.AgentRequest(number=1))]
+
+        registry, turns = Registry(w.world.run), OnlineTurns(w.world.run, w.config, sampled)
+        servicer = EnvironmentServicer({"": pool}, metrics, 2)
+        async with rpc.serve("127.0.0.1", 0, servicer.add_to, [NAME], 0.0) as server, asyncio.timeout(60):
+            lease = Lease("environment", "e", f"127.0.0.1:{server.port}", "", API_VERSION, {"episodes": {"": 2}})
+            async with await registry.register(lease):
+                await turns.refresh()
+                first = asyncio.create_task(turn())
+                await begun.wait()
+            await turns.refresh()
+            goes_on.set()
+            assert await first == ["3"]
+            await until(lambda: metrics.registry.get_sample_value("polyreme_environment_ended_total", {"how": "done"}) == 1)
+            async with await registry.register(lease):
+                await turns.refresh()
+                assert await asyncio.gather(turn(), turn()) == [["3"], ["3"]], "at the same time"
+            await turns.close()
+
+
 async def test_what_is_too_old_is_dropped_and_counted(world):
     async with world(online={"max_age": 0.2}) as w:
         product = await w.started()
@@ -184,8 +224,10 @@ async def test_only_keys_open_sessions(world):
         with pytest.raises(openai.AuthenticationError):
             await product.say({"api_key": one["api_key"][:-1]}, HELLO)
         assert await product.reward(one["id"], 1.0) == 400  # before its first turn
-        assert [await product.reward(one["id"], bad) for bad in (None, "1", True)] == [400] * 3
+        assert [await product.reward(one["id"], bad) for bad in (None, "1", True, 10**400)] == [400] * 4
         assert await product.reward("0" * 16, 1.0) == 404
+        half = await product.http.post(product.url.replace("/v1", "/by-model/v1/reward"), content=rb'{"model": "\ud800"}')
+        assert half.status_code == 400
         untold = await product.open()
         await product.say(untold, HELLO)
         assert await product.reward(untold["id"], 1.0) == 400  # rewards are compared within a task

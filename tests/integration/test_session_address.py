@@ -182,6 +182,17 @@ async def test_after_a_bound_a_session_replays_and_refuses():
         assert (ending.reward, ending.error) == (0.0, ""), "the posted reward came with the last ask"
 
 
+async def test_an_agent_may_give_its_reward_after_the_last_second():
+    async with address(step_timeout=60.0) as opened:
+        episode = await opened()
+        refused = episode.ask(HELLO)
+        await episode.read()
+        await episode.answer(refused="too late", over=True, seconds_left=0)
+        assert await code_of(refused) == (400, "episode_over")
+        ending = await episode.end(0.25)
+        assert (ending.reward, ending.error) == (0.25, "")
+
+
 def said(*texts):
     """A conversation: messages of the user and answers in turn."""
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
@@ -283,6 +294,7 @@ async def test_abandoned_sessions_leave_nothing_behind():
         (JSONResponse({"reward": "high"}), "expected a number as the reward"),
         (JSONResponse(None), "expected a reward, which the agent returns"),
         (Response(b"1" * (2 << 20)), "expected at most 1048576 bytes"),
+        (Response("1.0", headers={"content-encoding": "gzip"}), "as its Content-Encoding says"),
     ],
 )
 async def test_a_broken_reply_of_an_agent_is_a_failure(reply, error):

@@ -74,7 +74,8 @@ class Opened:
 
     async def answer(self, text: str = "", number: int = 0, **more: Any) -> None:
         """Answers a request; by default, the newest one."""
-        answer = pb.Answer(text=text, number=number or self.asked[-1], context_tokens=5, tokens=2, seconds_left=60, **more)
+        told = {"context_tokens": 5, "tokens": 2, "seconds_left": 60, **more}
+        answer = pb.Answer(text=text, number=number or self.asked[-1], **told)
         await self.call.write(pb.RunRequest(answer=answer))
 
     async def tell(self, text: str, number: int = 0, **more: Any) -> None:

@@ -76,7 +76,7 @@ class CallThread:
 
         def work() -> None:
             try:
-                outcome = function(), None
+                outcome: tuple[object, BaseException | None] = function(), None
             except BaseException as error:  # noqa: BLE001 not every exception can be set on a future
                 outcome = None, error
             loop.call_soon_threadsafe(ended.set_result, outcome)

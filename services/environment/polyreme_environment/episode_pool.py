@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 1.0
 """In which a coroutine that is cancelled must end."""
+_CLOSE_SECONDS = 5.0
+"""In which the last episodes may be closed when the server ends."""
 
 
 class Episode:
@@ -104,15 +106,16 @@ class EpisodePool:
     async def close(self) -> None:
         """Ends all workers and the processes that they started."""
         self.draining = True
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_CLOSE_SECONDS)
         await end_all(self._closing)
         await self._workers.close()
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode]:
-        """An episode in the worker with the fewest. Raises FullError."""
-        if self._playing >= self._config.episodes or not self.available:
-            found = f"{len(self._workers.usable)} worker processes"
-            raise FullError(f"{self._playing} of environment.episodes = {self._config.episodes} in {found}")
+        """An episode in the worker with the fewest. Raises FullError or EpisodeLostError."""
+        if self._playing >= self._config.episodes:
+            raise FullError(f"{self._playing} of environment.episodes = {self._config.episodes}")
         episode = Episode(self._config, self._metrics, self._workers.take(), next(self._numbers))
         self._playing += 1
         self._metrics.playing.inc()
@@ -121,6 +124,5 @@ class EpisodePool:
         finally:
             self._playing -= 1
             self._metrics.playing.dec()
-            if not self.draining:
-                self._closing.add(task := asyncio.create_task(episode.close()))
-                task.add_done_callback(self._closing.discard)
+            self._closing.add(task := asyncio.create_task(episode.close()))
+            task.add_done_callback(self._closing.discard)

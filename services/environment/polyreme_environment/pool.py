@@ -61,7 +61,7 @@ class StreamedEpisode(Protocol):
     """One episode that asks for turns when it likes, several at a time: an agent's, or a turn of a running product."""
 
     def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
-        """Yields what it asks for, and at last how it ended; nothing more when the answers end. Raises PlayError or EpisodeLostError."""
+        """Yields what it asks for, and at last how it ended; nothing more when the answers end. Raises as a `HostedEpisode`."""
         ...
 
 
@@ -90,5 +90,5 @@ class Pool(Protocol):
     async def close(self) -> None: ...
 
     def episode(self) -> AbstractAsyncContextManager[HostedEpisode | StreamedEpisode]:
-        """An episode, until the end of the block. Raises FullError."""
+        """An episode, until the end of the block. Raises FullError or EpisodeLostError."""
         ...

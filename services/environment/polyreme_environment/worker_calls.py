@@ -16,7 +16,7 @@ from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedEr
 from polyreme.process.tasks import end_all
 from polyreme_environment.contract import ContractError, Reply
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, PlayError, WorkerLostError
+from polyreme_environment.pool import EpisodeLostError, FullError, PlayError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +227,12 @@ class EpisodeWorkers:
             self._workers.close()
 
     def take(self) -> WorkerCalls:
-        """The process with the fewest episodes, for one more, which `leave`s it. Raises EpisodeLostError when there is none."""
+        """The process with the fewest episodes, for one more, which `leave`s it. Raises FullError while the only ones are replaced, and
+        EpisodeLostError when they cannot be."""
         if not (usable := self.usable):
-            raise EpisodeLostError("there is no worker process at the moment")
+            if (why := self._processes.last_error) is None:
+                raise FullError("the worker processes are being replaced")
+            raise EpisodeLostError(f"no worker process could be started: {why}")
         worker = min(usable, key=lambda each: each.episodes)
         worker.episodes += 1
         return worker

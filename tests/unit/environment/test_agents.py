@@ -1,19 +1,24 @@
 """Requests of agents: what is refused, which turn a request continues, and what an agent may return."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.dataset.chat import Message
+from polyreme_environment.agents.agent_episode import AgentEpisode
 from polyreme_environment.agents.apis import APIS, chat
 from polyreme_environment.agents.conversation import AgentConversation, digests
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
+from polyreme_environment.agents.session import AgentSession, SessionLimits
 from polyreme_environment.contract import ContractError
 from polyreme_environment.tool_calls import ParsedCall
 
@@ -50,6 +55,7 @@ def request(**body: Any) -> TurnRequest:
         ("max_tokens", 0),
         ("max_tokens", "5"),
         ("temperature", "hot"),
+        pytest.param("temperature", 10**400, id="temperature-no-float"),
         ("messages", []),
         ("messages", "hello"),
         ("messages", [HELLO, {"role": "assistant", "content": "hi"}]),
@@ -255,6 +261,42 @@ def test_a_text_continues_the_longest_turn_that_it_repeats() -> None:
 )
 def test_a_text_ends_before_the_first_stop(stop: tuple[str, ...], expected: tuple[str, str | None]) -> None:
     assert before_stop("a b c", stop) == expected
+
+
+class Silent:
+    """Runs an agent that asks once and never ends, and can give no reward after a bound."""
+
+    about, available, ends_at_bounds = ("", ""), True, True
+
+    def __init__(self, session: AgentSession) -> None:
+        self._session = session
+
+    async def start(self, server: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
+        with pytest.raises(RefusedRequestError):
+            await self._session.answer(request())
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_an_agent_without_rewards_after_bounds_may_hang_at_one() -> None:
+    config = EnvironmentConfig.model_validate({"url": "http://a/run", "step_timeout": 0.01})
+    session = AgentSession(SessionLimits(1000, 1, "hermes"))
+    asked = asyncio.Event()
+
+    async def answers() -> AsyncIterator[pb.RunRequest]:
+        await asked.wait()
+        yield pb.RunRequest(answer=pb.Answer(number=1, refused="too late", over=True))
+        await asyncio.Event().wait()
+
+    moves = AgentEpisode(config, Silent(session), session, "").play({}, answers())
+    assert (await anext(moves)).agent.number == 1
+    asked.set()
+    ending = await anext(moves)
+    assert ending.done and not ending.reward
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from polyreme_environment.agents.request import (
     Asked,
     RefusedRequestError,
     TurnRequest,
+    as_float,
     bad,
     check_unicode,
     read_object,
@@ -96,7 +97,9 @@ def session_routes(find: Find) -> list[Route]:
 async def _key(request: Request) -> str:
     """The key of a request: `model` below `_BY_MODEL`, else as `key_of`."""
     if request.scope["path"].startswith(f"{_BY_MODEL}/"):
-        return str(read_object(await request.body()).get("model"))
+        model = read_object(await request.body()).get("model")
+        check_unicode(model, "`model`")
+        return str(model)
     return key_of(request)
 
 
@@ -190,9 +193,9 @@ def read_reward(body: bytes) -> tuple[float, str]:
     """The reward of a request, and the task if it names one. Raises RefusedRequestError."""
     asked = read_object(body)
     given: object = asked.get("reward")
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+    if not math.isfinite(reward := as_float(given)):
         raise bad(f"expected a finite number as `reward`; found {given!r:.100}")
-    return float(given), read_task(asked)
+    return reward, read_task(asked)
 
 
 def read_task(asked: Asked) -> str:

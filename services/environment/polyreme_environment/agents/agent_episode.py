@@ -1,7 +1,8 @@
 """One run of an agent in a session.
 
-Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound the agent still
-has `step_timeout` seconds to give its reward. While turns are sampled, the caller keeps the episode's time; else this module does.
+Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound, and the turns
+that are still sampled then, the agent has `step_timeout` seconds to give its reward. While turns are sampled, the caller keeps the episode's
+time; else this module does.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class AgentEpisode:
     async def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
         """Yields what the agent asks for, as it asks, and at last how it ended; nothing more when the answers end.
 
-        Raises PlayError or EpisodeLostError.
+        Raises PlayError, EpisodeLostError or FullError.
         """
         self._idle_since = time.monotonic()
         self._deadline = self._idle_since + self._config.max_seconds
@@ -62,11 +63,11 @@ class AgentEpisode:
                         async with asyncio.timeout(left):
                             await self._session.changed()
                 elif self._session.over:
-                    yield self._ending(Result(), f"it went on for {self._config.step_timeout:g} s after a bound")
+                    yield self._ending_at_bound(f"it went on for {self._config.step_timeout:g} s after a bound")
                     return
                 else:
                     self._session.end(f"the episode has reached environment.max_seconds = {self._config.max_seconds:g}")
-                    self._deadline += self._config.step_timeout
+                    self._deadline = time.monotonic() + self._config.step_timeout
             reading.result()
         finally:
             await end_all((run, reading))
@@ -80,13 +81,11 @@ class AgentEpisode:
 
     def _take(self, answer: pb.Answer) -> None:
         self._idle_since = time.monotonic()
-        self._deadline = self._idle_since + answer.seconds_left
         if answer.refused:
             self._session.refused(answer.number, answer.refused, over=answer.over)
         else:
             self._session.sampled(answer)
-        if self._session.over:
-            self._deadline = min(self._deadline, self._idle_since + self._config.step_timeout)
+        self._deadline = self._idle_since + (self._config.step_timeout if self._session.over else answer.seconds_left)
 
     def _asked(self, asked: Asked) -> AgentMoved:
         idle = time.monotonic() - self._idle_since if self._session.sampling == 1 else 0.0
@@ -96,10 +95,13 @@ class AgentEpisode:
         if (error := run.exception()) is None:
             return self._ending(run.result(), "it returned none")
         if self._session.over and isinstance(error, PlayError):
-            if self._runner.ends_at_bounds:
-                return AgentMoved(rewards=self._session.take_rewards(), done=True)
-            return self._ending(Result(), str(error))
+            return self._ending_at_bound(str(error))
         raise error
+
+    def _ending_at_bound(self, how: str) -> AgentMoved:
+        if self._runner.ends_at_bounds:
+            return AgentMoved(rewards=self._session.take_rewards(), done=True)
+        return self._ending(Result(), how)
 
     def _ending(self, result: Result, how: str) -> AgentMoved:
         """`how`: how the agent ended, for the error where it has given no reward."""

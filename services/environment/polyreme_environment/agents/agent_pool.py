@@ -61,7 +61,7 @@ class AgentPool:
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[AgentEpisode]:
         """An episode with a session of its own. Raises FullError."""
-        if self._playing >= self._config.episodes or not self.available:
+        if self._playing >= self._config.episodes:
             raise FullError(f"{self._playing} of environment.episodes = {self._config.episodes} agents")
         limits = SessionLimits(self._config.max_message_chars, self._config.parallel_turns, self._config.tool_parser)
         self._playing += 1

@@ -6,6 +6,7 @@ that would change the distribution is refused, and so is every key that is not k
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,9 +197,17 @@ def read_temperature(asked: Asked) -> float | None:
     value = asked.get("temperature")
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if math.isnan(number := as_float(value)):
         raise bad(f"expected `temperature` to be a number; found {value!r:.{_SHOWN}}. Fix the request.")
-    return float(value)
+    return number
+
+
+def as_float(value: object) -> float:
+    """A number of JSON; NaN for anything else, and for an integer that no float holds."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def read_stop(asked: Asked, key: str) -> tuple[str, ...]:

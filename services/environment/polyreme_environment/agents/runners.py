@@ -53,6 +53,7 @@ class Runner(Protocol):
         Raises:
             PlayError: the agent failed.
             EpisodeLostError: through no fault of its own it did not come to an end.
+            FullError: it has not begun, since there is no room at the moment.
         """
         ...
 
@@ -63,16 +64,19 @@ async def posted(url: str, body: object, limit: int) -> tuple[httpx.Response, by
     Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each request, and would
     keep their cookies.
 
-    Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes.
+    Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes or one that cannot be decoded.
     """
     timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
     client = httpx.AsyncClient(timeout=timeout, verify=_certificates(), trust_env=False)
     async with client, client.stream("POST", url, json=body) as reply:
         text = b""
-        async for part in reply.aiter_bytes():
-            text += part
-            if len(text) > limit:
-                raise PlayError(f"expected at most {limit} bytes from the agent; found more")
+        try:
+            async for part in reply.aiter_bytes():
+                text += part
+                if len(text) > limit:
+                    raise PlayError(f"expected at most {limit} bytes from the agent; found more")
+        except httpx.DecodingError as error:
+            raise PlayError(f"expected a body from the agent as its Content-Encoding says; found {error}") from None
     return reply, text
 
 

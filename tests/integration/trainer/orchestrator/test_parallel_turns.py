@@ -8,7 +8,10 @@ from itertools import permutations
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.api.v1.environment_pb2 import AgentRequest, Ask, RunResponse, Withdrawal
+from polyreme.api.v1.environment_pb2 import Ending as Ended
 from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay
 from polyreme_trainer.orchestrator.environment.episode_clock import EpisodeClock
 from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError
@@ -83,6 +86,51 @@ async def test_the_record_does_not_depend_on_the_order_of_the_ends(redis, run_id
         ]  # fmt: skip
         for sample in group.samples:
             assert sample.loss_mask.sum() == sum(turn.end - turn.start for turn in sample.turns)
+
+
+class Crossing:
+    """A call whose agent withdraws its second and its fourth request, when their answers are on their way."""
+
+    def __init__(self):
+        self.responses = asyncio.Queue()
+        self.ask(1)
+
+    def ask(self, number):
+        messages = json.dumps([{"role": "user", "content": f"q{number}"}])
+        after = {2: 1, 3: 1}.get(number, 0)
+        agent = AgentRequest(number=number, after=after, messages_json=messages)
+        self.responses.put_nowait(RunResponse(ask=Ask(agent=agent)))
+
+    def write(self, request):
+        number = request.answer.number
+        if number in (2, 4):
+            self.responses.put_nowait(RunResponse(withdrawal=Withdrawal(number=number)))
+        if number < 4:
+            self.ask(number + 1)
+        else:
+            self.responses.put_nowait(RunResponse(ending=Ended(reward=1.0)))
+
+    async def read(self):
+        return await self.responses.get()
+
+
+class Agents:
+    async def play(self, task, session):
+        return await AgentPlay(Crossing(), session, 4, 60.0).run()
+
+
+async def test_a_withdrawal_that_crosses_the_answer_counts(redis, run_id, tmp_path):
+    async with episode_world(redis, run_id, tmp_path, SHORT) as w:
+        group = await w.play(Agents())
+        assert [len(sample.turns) for sample in group.samples] == [2] * 3, "the third continues the first"
+        for sample, episode in zip(group.samples, group.episodes, strict=True):
+            assert sample.loss_mask.sum() == sample.sampled_tokens
+            assert [turn.reward for turn in sample.turns] == [0.0, 1.0]
+            (text,) = w.template.decode([sample.token_ids.tolist()], special=True)
+            assert "<user>q3<assistant>" in text and "q2" not in text
+            shown = json.loads(episode.messages)
+            assert [message.get("withdrawn", False) for message in shown] == [False, False, True, True] * 2
+            assert [message.get("turn") for message in shown] == [None, 0, None, None, None, 1, None, None]
 
 
 async def test_turns_at_once_are_bounded_in_number(redis, run_id, tmp_path):

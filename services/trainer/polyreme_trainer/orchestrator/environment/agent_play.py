@@ -67,8 +67,9 @@ class AgentPlay:
         if response is None:
             raise NoEndingError("ended an episode without its ending")
         if response.HasField("withdrawal"):
-            if (turn := self._turns.pop(response.withdrawal.number, None)) is not None:
-                turn.cancel()
+            number = response.withdrawal.number
+            if (turn := self._turns.pop(number, None)) is None or not turn.cancel():
+                self._session.withdraw(number)
             return None
         if response.HasField("ask"):
             self._ask(response.ask)

@@ -68,9 +68,10 @@ class OnlineTurns:
         for name in leases.keys() - self._servers.keys():
             calls = episode_calls(rpc.connect(leases[name].address, self._config.security))
             server = self._servers[name] = _Server(leases[name], calls)
-            count = int(server.lease.facts["episodes"][""])
-            server.offers = [asyncio.create_task(self._serve(server)) for _ in range(count)]
             logger.info("environment server %s at %s joined", name, server.lease.address)
+        for server in self._servers.values():
+            if not server.gone:
+                self._offer(server)
 
     async def close(self) -> None:
         offers = [offer for server in self._servers.values() for offer in server.offers]
@@ -80,6 +81,12 @@ class OnlineTurns:
         for server in self._servers.values():
             await server.calls.close()
         self._servers.clear()
+
+    def _offer(self, server: _Server) -> None:
+        """Keeps as many offers as the server plays turns: some ended if its lease had lapsed for a while."""
+        server.offers = [offer for offer in server.offers if not offer.done()]
+        missing = int(server.lease.facts["episodes"][""]) - len(server.offers)
+        server.offers += [asyncio.create_task(self._serve(server)) for _ in range(missing)]
 
     async def _serve(self, server: _Server) -> None:
         """Offers one call after the other, until the server has left."""

@@ -90,18 +90,17 @@ class EpisodeSession:
         temperature: float | None = None,
         budget: TokenBudget | None = None,
     ) -> None:
-        self._sampler, self._task, self._bounds = sampler, task, bounds
-        self.number, self._temperature = number, temperature
-        self._trajectories = Trajectories(sampler.template, tail, task.prompt.ids)
-        self._over: int = pb.OUTCOME_UNSPECIFIED
-        self._transcript = Transcript(task.prompt.plain)
-        self._begun = 0
-        self._shared = SharedBudget(None if temperature is not None else budget, task.admission.index, self._trajectories)
-        self.tools: Tools = None
+        self._sampler, self._tail, self._task, self._bounds, self.number = sampler, tail, task, bounds, number
+        self._temperature, self._budget = temperature, budget if temperature is None else None
         self.begin()
 
     def begin(self) -> None:
-        """Starts the episode's clock, when its environment is there."""
+        """Begins the episode, when its environment is there. What an environment that was lost has left is forgotten."""
+        self._trajectories = Trajectories(self._sampler.template, self._tail, self._task.prompt.ids)
+        self._transcript = Transcript(self._task.prompt.plain)
+        self._begun, self._over = 0, int(pb.OUTCOME_UNSPECIFIED)
+        self._shared = SharedBudget(self._budget, self._task.admission.index, self._trajectories)
+        self.tools: Tools = None
         self.clock = EpisodeClock(self._bounds.seconds)
 
     def __contains__(self, turn: int) -> bool:
@@ -202,6 +201,11 @@ class EpisodeSession:
         """Adds to the reward and the tool calls of a complete turn, by its number; None: the newest one."""
         self._trajectories.reward(self._trajectories.newest if turn is None else turn, reward, calls)
 
+    def withdraw(self, number: int) -> None:
+        """Takes out a complete turn that none follows, and shows it as one that was cancelled."""
+        if self._trajectories.remove(number):
+            self._transcript.withdraw(number)
+
     def kept(self) -> SessionTurn:
         """The newest turn, for `restore` in another session."""
         kept = self._trajectories.kept()
@@ -261,8 +265,7 @@ class EpisodeSession:
         last = trajectory.sampled[-1] if trajectory.sampled else self._trajectories.last
         prefer = last.replicas[-1] if last and last.replicas else None
         options = GenerateOptions(rollouts, self._shared.next_part(number, self.clock), prefer, text)
-        (sample,) = await self._sampler.sample(wanted, options)
-        return sample
+        return (await self._sampler.sample(wanted, options))[0]
 
     def _end_at(self, sample: PartialRollout, stop: Sequence[str], stop_ids: Sequence[int]) -> None:
         """Drops the tokens behind the first of these, and behind the one that completes the first of these texts."""

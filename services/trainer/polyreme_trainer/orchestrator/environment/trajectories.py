@@ -132,6 +132,17 @@ class Trajectories:
         trajectory.sampled.append(sample)
         return turn
 
+    def remove(self, number: int) -> bool:
+        """Whether there is a complete turn of this number that is the last of its trajectory, which it leaves then."""
+        trajectory, place = self._turns.get(number, (None, 0))
+        if trajectory is None or trajectory.is_growing or place < len(trajectory.turns) - 1:
+            return False
+        first = trajectory.turns[place - 1].end if place else 0
+        trajectory.context = trajectory.context[: len(trajectory.prompt) + first]
+        del trajectory.turns[place], trajectory.sampled[place], self._turns[number]
+        self.newest = max(self._turns, default=0)
+        return True
+
     def kept(self) -> SessionTurn:
         """The newest turn, for `restore`."""
         trajectory, place = self._turns[self.newest]

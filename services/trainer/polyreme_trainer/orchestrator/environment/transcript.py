@@ -32,8 +32,13 @@ class Transcript:
 
     def add_withdrawn(self, number: int, messages: Sequence[Message], text: str) -> None:
         """Adds a turn that was withdrawn, with what had been sampled of it."""
-        shown = [*self._asked(messages), {"role": "assistant", "content": text}]
-        self._turns[number] = [{**message, "withdrawn": True} for message in shown]
+        self._turns[number] = [*self._asked(messages), {"role": "assistant", "content": text}]
+        self.withdraw(number)
+
+    def withdraw(self, number: int) -> None:
+        """Shows a turn as withdrawn, without a place."""
+        bare = [{key: each[key] for key in each if key not in ("trajectory", "turn")} for each in self._turns[number]]
+        self._turns[number] = [{**message, "withdrawn": True} for message in bare]
 
     def messages(self, places: Mapping[int, int]) -> list[Message]:
         """All messages. `places`: those of the trajectories in the record, by their numbers."""
