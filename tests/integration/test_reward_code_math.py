@@ -98,6 +98,20 @@ async def test_the_share_of_passed_tests() -> None:
         assert summary(await scorer.score([program("print(3)", ECHO_SUM)])) == [("OK", 0.5)]
 
 
+@pytest.mark.parametrize(
+    ("tests", "outcome"),
+    [
+        (json.dumps(ECHO_SUM), ("OK", 0.5)),
+        (json.dumps(["assert False", "assert True"]), ("OK", 0.5)),
+        ("assert False", ("OK", 0.0)),
+        (json.dumps({"inputs": []}), ("ERROR", 0.0)),
+    ],
+)
+async def test_a_column_of_tests_may_be_json(tests: str, outcome: tuple[str, float]) -> None:
+    async with scoring({"name": "code", "options": {"partial": True}}) as scorer:
+        assert summary(await scorer.score([program("print(3)", tests)])) == [outcome]
+
+
 async def test_a_program_has_no_network() -> None:
     text = "import socket\ntry:\n    socket.create_server(('127.0.0.1', 0))\nexcept OSError:\n    print('none')"
     async with scoring({"name": "code"}) as scorer:
