@@ -47,6 +47,7 @@ BAD = [
     program("print(0)", ECHO_SUM),
     program("def twice(x):\n    return x", TWICE),
     program("def thrice(x):\n    return x", TWICE),
+    program("def half(x):\n    return 10**400", {"fn_name": "half", "inputs": [[3]], "outputs": [1.5]}),
     program("def f(x):\n    return x", ["assert f(1) == 2"]),
     program("def f(x) return x", ["assert f(1) == 2"]),
     program("while True: pass", ECHO_SUM),

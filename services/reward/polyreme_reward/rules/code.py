@@ -121,7 +121,7 @@ def _call(name: str, arguments: list[object], wanted: object) -> Test:
         ended = run(mode, {"kind": "call", "program": program, "name": name, "arguments": given}, "", limits)
         try:
             return ended.well and _equal(json.loads(ended.result), wanted)
-        except (ValueError, RecursionError):  # no result, or invalid JSON
+        except (ValueError, RecursionError, OverflowError):  # no result, invalid JSON, or an integer that no float holds
             return False
 
     return passes
