@@ -15,6 +15,7 @@ RETRY_AFTER = (b"retry-after", b"1")
 """Retry-After of 429 and 503 in seconds: about the time until a request ends or a replica is found."""
 _END = b"\n\n"
 DONE = b"data: [DONE]\n\n"
+_SERVER_CODES = {401: "invalid_api_key", 403: "foreign_page", 413: "body_too_large", 421: "unknown_host"}
 
 
 def error_body(message: str, kind: str, code: str) -> bytes:
@@ -24,7 +25,7 @@ def error_body(message: str, kind: str, code: str) -> bytes:
 
 def server_error_body(status: int, message: str) -> bytes:
     """The body of an error of the HTTP server, in OpenAI's format."""
-    return error_body(message, "invalid_request_error", {401: "invalid_api_key", 413: "body_too_large"}[status])
+    return error_body(message, "invalid_request_error", _SERVER_CODES[status])
 
 
 class Reply:

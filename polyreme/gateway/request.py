@@ -1,6 +1,7 @@
 """A client's request in the form that every replica receives.
 
-Invariant: pure. A request that no replica could answer is refused here, with an error for the client. Headers pass unchanged, as bytes.
+Invariant: pure. A request that no replica could answer is refused here, with an error for the client. Headers pass as bytes,
+without the spaces around a value.
 """
 
 import json
@@ -64,7 +65,7 @@ def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served
         raise RefusedRequest(
             404, f"expected {names.described(served)}; found `{model:.{_SHOWN}}`. Fix `model`.", "model_not_found"
         )
-    passed = [(name, value) for name, value in headers if name in _TO_REPLICA]
+    passed = [(name, value.strip()) for name, value in headers if name in _TO_REPLICA]  # the server keeps spaces at the end
     bounds = _bounds(dict(passed))
     passed += [(_EXACT, b"%d" % wanted)] if isinstance(wanted, int) and bounds.exact is None else []
     return ForwardedRequest(path, [*passed, (b"accept-encoding", b"identity")], sent, wanted, bounds)

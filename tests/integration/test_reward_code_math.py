@@ -47,6 +47,7 @@ BAD = [
     program("print(0)", ECHO_SUM),
     program("def twice(x):\n    return x", TWICE),
     program("def thrice(x):\n    return x", TWICE),
+    program("def half(x):\n    return 10**400", {"fn_name": "half", "inputs": [[3]], "outputs": [1.5]}),
     program("def f(x):\n    return x", ["assert f(1) == 2"]),
     program("def f(x) return x", ["assert f(1) == 2"]),
     program("while True: pass", ECHO_SUM),
@@ -96,6 +97,20 @@ async def test_a_function_finds_what_an_editor_imports_and_sums_may_be_rounded()
 async def test_the_share_of_passed_tests() -> None:
     async with scoring({"name": "code", "options": {"partial": True}}) as scorer:
         assert summary(await scorer.score([program("print(3)", ECHO_SUM)])) == [("OK", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("tests", "outcome"),
+    [
+        (json.dumps(ECHO_SUM), ("OK", 0.5)),
+        (json.dumps(["assert False", "assert True"]), ("OK", 0.5)),
+        ("assert False", ("OK", 0.0)),
+        (json.dumps({"inputs": []}), ("ERROR", 0.0)),
+    ],
+)
+async def test_a_column_of_tests_may_be_json(tests: str, outcome: tuple[str, float]) -> None:
+    async with scoring({"name": "code", "options": {"partial": True}}) as scorer:
+        assert summary(await scorer.score([program("print(3)", tests)])) == [outcome]
 
 
 async def test_a_program_has_no_network() -> None:

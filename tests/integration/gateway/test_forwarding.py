@@ -116,6 +116,15 @@ async def test_what_a_client_writes_passes_as_it_is(run: Run, text: str) -> None
         assert replica.headers[0]["x-request-id"] == b"caf\xe9"
 
 
+async def test_spaces_behind_a_header_do_not_lose_the_replica(run: Run) -> None:
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: 7 \t\r\ncontent-length: 2\r\n\r\n{}")
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 300)
+        assert replica.headers[0]["x-request-id"] == b"7"
+        writer.close()
+
+
 async def test_a_name_chooses_the_replica_and_is_the_models_own_there(run: Run) -> None:
     base = (await run.config()).name
     asked = {base: {"old", "new"}, "latest": {"new"}, f"{base}@3": {"old"}, "prod": {"old"}, "policy": {"old", "new"}}

@@ -50,3 +50,13 @@ async def test_callers_and_the_gateway_itself_need_what_the_run_asks_for(
         assert (await http.get("/v1/models", headers={"x-api-key": "of another service"})).status_code == 200
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert len(replica.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [({"host": "page.example"}, 421, "unknown_host"), ({"origin": "http://page.example"}, 403, "foreign_page")],
+)
+async def test_a_web_page_of_others_is_refused_in_the_format(run: Run, headers: dict[str, str], status: int, code: str) -> None:
+    async with gateway(run) as http:
+        refused = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)

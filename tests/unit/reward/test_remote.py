@@ -55,6 +55,7 @@ async def test_a_number_that_json_does_not_have_is_an_error_and_never_sent() -> 
         ("openrlhf", {"rewards": [1, 0.5]}),
         ("openrlhf", {"rewards": [1, 0.5], "scores": [1, 0], "extra_logs": {"a": [1, 2]}}),
         ("native", {"results": [{"status": "ok", "score": 1, "parts": []}, {"status": "ok", "score": 0.5}]}),
+        ("native", {"results": [{"status": "ok", "score": 1, "parts": [{"name": []}]}, {"status": "ok", "score": 0.5}]}),
     ],
 )
 def test_good_replies(protocol: str, tree: dict[str, Any]) -> None:

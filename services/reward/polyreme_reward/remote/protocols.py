@@ -102,7 +102,9 @@ def _decode_native(tree: dict[str, object], items: Sequence[Item]) -> list[Outco
         if status == "ok":
             parts = fields.get("parts")
             named = (
-                {p["name"]: p.get("raw") for p in parts if isinstance(p, dict) and "name" in p} if isinstance(parts, list) else {}
+                {p["name"]: p.get("raw") for p in parts if isinstance(p, dict) and isinstance(p.get("name"), str)}
+                if isinstance(parts, list)
+                else {}
             )
             answer = {"score": fields.get("score"), "token_rewards": fields.get("token_rewards")}
             outcomes.append(outcome_of({**named, **answer}, len(item.token_ids)))

@@ -33,8 +33,8 @@ def code(
     """1 if the response's Python program passes every test of its row, else 0.
 
     The program is the last fenced block of Python that has code. Blocks of output or of other languages are not run. Without such a label
-    it is the last block that can be a program, and without fences the whole response. Text in <think>...</think> does not count. The tests are the row's column `tests`, or the
-    label as JSON, in one of three forms:
+    it is the last block that can be a program, and without fences the whole response. Text in <think>...</think> does not count. The tests are the row's column `tests`, also as
+    JSON, or the label as JSON, in one of three forms:
 
     - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
     - With "fn_name" in addition, inputs are lists of arguments and outputs are the values that the function (or the method of
@@ -82,11 +82,13 @@ def code(
 
 def _tests(item: Item) -> Sequence[Test]:
     found = item.metadata.get("tests")
-    if found is None:
+    text = item.label or "" if found is None else found
+    if isinstance(text, str):
         try:
-            found = json.loads(item.label or "")
+            found = json.loads(text)
         except (ValueError, RecursionError):
-            raise RewardError("expected tests: a column `tests` in the row, or the label as JSON; found neither") from None
+            if found is None:
+                raise RewardError("expected tests: a column `tests` in the row, or the label as JSON; found neither") from None
     if isinstance(found, str):
         found = [found]
     if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
@@ -119,7 +121,7 @@ def _call(name: str, arguments: list[object], wanted: object) -> Test:
         ended = run(mode, {"kind": "call", "program": program, "name": name, "arguments": given}, "", limits)
         try:
             return ended.well and _equal(json.loads(ended.result), wanted)
-        except (ValueError, RecursionError):  # no result, or invalid JSON
+        except (ValueError, RecursionError, OverflowError):  # no result, invalid JSON, or an integer that no float holds
             return False
 
     return passes

@@ -139,7 +139,7 @@ def rewritten(body: bytes) -> bytes:
     `none`: the reply has the policy's text, and no parser reads calls from it.
 
     Raises:
-        DataError: a message has no text, or another part than text; or a tool or a call cannot be read.
+        DataError: a message has no text, or another part than text; or a tool or a call cannot be read, or is too deep.
     """
     try:
         asked: object = json.loads(body)
@@ -147,13 +147,18 @@ def rewritten(body: bytes) -> bytes:
         return body
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
         return body
-    chat = read_chat(asked["messages"], "`messages`", asked.get("tools"))
-    found = {**{key: value for key, value in asked.items() if key != "tools"}, "messages": _messages(chat)}
-    if chat.tools is not None:
-        options = asked.get("chat_template_kwargs")
-        found |= {"tools": list(chat.tools), "tool_choice": asked.get("tool_choice") or "none"}
-        found["chat_template_kwargs"] = {"tools": list(chat.tools), **(options if isinstance(options, dict) else {})}
-    return json.dumps(found, ensure_ascii=True).encode()
+    try:
+        chat = read_chat(asked["messages"], "`messages`", asked.get("tools"))
+        found = {**{key: value for key, value in asked.items() if key != "tools"}, "messages": _messages(chat)}
+        if chat.tools is not None:
+            options = asked.get("chat_template_kwargs")
+            found |= {"tools": list(chat.tools), "tool_choice": asked.get("tool_choice") or "none"}
+            found["chat_template_kwargs"] = {"tools": list(chat.tools), **(options if isinstance(options, dict) else {})}
+        return json.dumps(found, ensure_ascii=True).encode()
+    except RecursionError:
+        raise DataError(
+            "`messages` and `tools` of a moderate depth", "JSON that is too deeply nested", "Fix the request."
+        ) from None
 
 
 def _messages(chat: Chat) -> list[dict[str, object]]:

@@ -83,6 +83,22 @@ async def test_scores_parts_and_keys(start):
         await rewards.close()
 
 
+async def test_a_group_larger_than_a_message_takes_several_calls(start):
+    run, config = await start(rewards=[{"name": "exact"}])
+    async with serve(config, run=run):
+        rewards = RewardClient(run, config, spelled)
+        await rewards.refresh()
+        column = json.dumps({"column": "x" * (9 << 20)})
+        questions = [Question(("run", 0, 1, i), "p", text, text, "7", column) for i, text in enumerate("78777")]
+        calls = [[] for _ in questions]
+        results = await rewards.score(questions, calls)
+        assert [result.score for result in results] == [1.0, 0.0, 1.0, 1.0, 1.0]
+        assert [[call.status for call in each] for each in calls] == [["ok"]] * 5
+        with pytest.raises(ScoreError, match="a larger one"):
+            await rewards.score([Question(("run", 0, 1, 9), "p", "7", "7", "7", json.dumps({"column": "x" * (33 << 20)}))])
+        await rewards.close()
+
+
 PER_TOKEN = """
 def reward(token_ids, token_texts):
     return [float(text == "7") for text in token_texts]

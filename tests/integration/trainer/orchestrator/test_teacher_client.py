@@ -96,6 +96,7 @@ async def test_what_may_pass_is_repeated(run, bad: bytes) -> None:
         reply(b'{"error": "too long"}', "400 Bad"),
         reply(b"no", "401 Who"),
         reply(b"<html>"),
+        reply(b"[" * 100_000),
         reply(b'{"choices": [{"text": ""}]}'),
         reply(b'{"choices": [{"prompt_logprobs": [null, {"2": {"logprob": null}}]}]}'),
     ],

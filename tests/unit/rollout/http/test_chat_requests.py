@@ -43,6 +43,9 @@ async def test_a_message_that_cannot_be_read_is_an_error_of_the_request(client: 
     reply = await client.post(PATH, json={"messages": [{"role": "user", "content": "q"}, image]})
     assert reply.status_code == 400
     assert "message 2 of `messages`; found part 3, of type 'image_url'" in reply.json()["error"]["message"]
+    deep = json.dumps({"messages": [{"role": "user", "content": "q"}], "tools": [{"name": "f", "parameters": "DEEP"}]})
+    nested = deep.replace('"DEEP"', '{"a":' * 600 + "1" + "}" * 600)
+    assert (await client.post(PATH, content=nested)).status_code == 400
     with pytest.raises(DataError, match="tool 1"):
         rewritten(json.dumps({"messages": [{"role": "user", "content": "q"}], "tools": [{"type": "function"}]}).encode())
 

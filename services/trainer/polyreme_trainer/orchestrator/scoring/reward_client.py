@@ -22,6 +22,7 @@ from polyreme.experience.records import RewardCall
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
+from polyreme.process.tasks import together
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 from polyreme_trainer.orchestrator.scoring.score_call import (
     CallOutcome,
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(first=0.5, longest=5.0)
 _SERVER_REST_SECONDS = 5.0  # seconds for which a failed server is the last choice
+_Calls = Sequence[list[RewardCall]] | None
 
 
 @dataclass
@@ -177,9 +179,7 @@ class RewardClient:
             await server.channel.close()
         self._servers.clear()
 
-    async def score(
-        self, questions: Sequence[Question], calls: Sequence[list[RewardCall]] | None = None
-    ) -> list[reward_pb2.ScoreResult]:
+    async def score(self, questions: Sequence[Question], calls: _Calls = None) -> list[reward_pb2.ScoreResult]:
         """One result with a score per question, in order.
 
         Args:
@@ -195,10 +195,7 @@ class RewardClient:
         attempts = retries = 0
         while True:
             missing = [position for position in range(len(questions)) if position not in scored]
-            began = time.monotonic()
-            outcome = await self._ask(questions, missing)
-            if calls is not None:
-                outcome.note(missing, time.monotonic() - began, calls)
+            outcome = await self._ask(questions, missing, calls)
             scored |= outcome.scored
             if len(scored) == len(questions):
                 self.health.succeeded()
@@ -242,7 +239,23 @@ class RewardClient:
     def _skew(self) -> str:
         return f" but {self._leases.refused}" if self._leases.refused else ""
 
-    async def _ask(self, questions: Sequence[Question], positions: Sequence[int]) -> CallOutcome:
+    async def _ask(self, questions: Sequence[Question], positions: Sequence[int], calls: _Calls) -> CallOutcome:
+        """The outcome of one call, or of several where the items do not fit into one message."""
+        began = time.monotonic()
+        outcome = await self._call(questions, positions)
+        if outcome is None:
+            if len(positions) == 1:
+                raise ScoreError(f"expected a sample with its row of at most {rpc.MAX_MESSAGE_BYTES} bytes; found a larger one")
+            middle = len(positions) // 2
+            halves = (self._ask(questions, half, calls) for half in (positions[:middle], positions[middle:]))
+            first, second = await together(halves)
+            return first.joined(second)
+        if calls is not None:
+            outcome.note(positions, time.monotonic() - began, calls)
+        return outcome
+
+    async def _call(self, questions: Sequence[Question], positions: Sequence[int]) -> CallOutcome | None:
+        """The outcome of a call; None: its items do not fit into a message."""
         now = time.monotonic()
         server = min(self._servers.values(), key=lambda s: (s.backoff_until > now, s.outstanding, s.lease.id), default=None)
         if server is None:
@@ -257,6 +270,8 @@ class RewardClient:
                 texts = self._token_texts if server.reads_tokens else None
                 items = [item_of(questions[position], server.rewards, texts) for position in positions]
                 request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
+                if request.ByteSize() > rpc.MAX_MESSAGE_BYTES:  # gRPC would refuse it with the status of a full server
+                    return None
                 response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
         except grpc.aio.AioRpcError as error:
             message = f"reward server {server.lease.id} answered {error.code().name}: {error.details()}"

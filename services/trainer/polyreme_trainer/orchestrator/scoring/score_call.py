@@ -76,6 +76,18 @@ class CallOutcome:
             calls[position].append(RewardCall(self.server, status, message, seconds))
             del calls[position][:-_CALLS_KEPT]
 
+    def joined(self, other: "CallOutcome") -> "CallOutcome":
+        """The outcome of two calls for different positions, without a server."""
+        return CallOutcome(
+            scored=self.scored | other.scored,
+            error=self.error or other.error,
+            counts=self.counts and other.counts,
+            outage=self.outage or other.outage,
+            verdict=self.verdict if self.verdict == other.verdict else "",
+            retry_after=max(self.retry_after, other.retry_after),
+            failures=self.failures | other.failures,
+        )
+
 
 def describe(listed: reward_pb2.ListRewardsResponse) -> str:
     """Names, versions and weights of a server's rewards, as part of item keys."""

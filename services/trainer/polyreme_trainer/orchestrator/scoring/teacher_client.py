@@ -204,7 +204,7 @@ class TeacherClient:
         if response.status_code == 200:
             try:
                 return await asyncio.to_thread(json.loads, data)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TeacherError(f"{url}: expected JSON; found {bytes(data[:100])!r} ({error})") from None
         problem = f"{url}: expected HTTP 200; found {response.status_code}: {data[:300].decode('utf-8', 'replace').strip()}"
         if response.status_code >= 500 or response.status_code in _PASSING:

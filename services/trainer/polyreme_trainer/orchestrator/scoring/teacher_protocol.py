@@ -41,7 +41,7 @@ def parse(reply: Any, ids: Sequence[int], protocol: TeacherProtocol) -> TokenLog
     pairs = _prompt_logprobs(choice, ids) if protocol == "prompt_logprobs" else _echo(choice, len(ids))
     try:
         logprobs = np.array([number for number, _ in pairs], dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TeacherReplyError(f"expected {len(ids) - 1} log-probabilities; found {str(pairs)[:200]}") from None
     wrong = ~np.isfinite(logprobs) | (logprobs > _ROUNDING) | (logprobs <= _IMPOSSIBLE)
     if wrong.any():

@@ -62,6 +62,7 @@ def test_every_token_but_the_first_has_its_number(numbers: list[float]) -> None:
         ("prompt_logprobs", vllm(row(6, -1.0), None)),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, None))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, "x"))),
+        ("prompt_logprobs", vllm(row(6, -1.0), row(5, -(10**400)))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, math.nan))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, -math.inf))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, -9999.0))),
