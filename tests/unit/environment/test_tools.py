@@ -175,6 +175,12 @@ def test_an_answer_without_calls(answer: str, parser: str) -> None:
     assert find_calls(answer, parser) == []
 
 
+def test_an_answer_that_begins_in_a_thought_has_the_calls_behind_it() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert find_calls(f"I could use {call}", "hermes", in_thought=True) == []
+    assert len(find_calls(f"I could use {call}</think>{call}", "hermes", in_thought=True)) == 1
+
+
 async def make(method: Callable[[], Any]) -> Any:
     value = method()
     return await value if inspect.iscoroutine(value) else value
