@@ -189,6 +189,13 @@ def test_an_answer_may_begin_within_a_thought() -> None:
     assert spoken(f"use {CALL}", f"use {CALL}", "hermes", True) == Spoken("", f"use {CALL}"), "and end there"
 
 
+def test_a_call_with_special_tokens_leaves_no_text_out() -> None:
+    raw = f"Let me see. {CALL}"
+    text = raw.replace("<tool_call>", "").replace("</tool_call>", "").rstrip()
+    assert spoken(text, raw, "hermes") == Spoken(text, "", (MULTIPLY,))
+    assert spoken_so_far(text, (), "hermes") == Spoken(text), "which a stream has told"
+
+
 PIECES = st.lists(
     st.sampled_from(
         [
