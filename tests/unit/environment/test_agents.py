@@ -1,12 +1,16 @@
 """Requests of agents: what is refused, which turn a request continues, and what an agent may return."""
 
+import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis import APIS, chat
@@ -14,6 +18,7 @@ from polyreme_environment.agents.conversation import AgentConversation, digests
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
+from polyreme_environment.agents.session import AgentSession, SessionLimits
 from polyreme_environment.contract import ContractError
 from polyreme_environment.tool_calls import ParsedCall
 
@@ -230,6 +235,19 @@ def test_what_is_certain_of_an_answer_begins_it(pieces: list[str], parser: str |
         assert not certain.content or certain.thought == said.thought, "the thought comes first"
         told = certain
     assert said.thought.startswith(told.thought) and said.content.startswith(told.content)
+
+
+async def test_a_session_keeps_no_request_that_it_has_answered() -> None:
+    session, asked = AgentSession(SessionLimits(1000, 1, "hermes")), request()
+    answering, kept = asyncio.ensure_future(session.answer(asked)), weakref.ref(asked)
+    await asyncio.sleep(0)
+    session.take()
+    session.sampled(pb.Answer(number=1, text="hello"))
+    turn = await answering
+    del asked, answering
+    gc.collect()
+    assert kept() is None
+    assert await session.answer(request()) is turn and session.take() is None
 
 
 def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
