@@ -175,7 +175,9 @@ async def test_tools_of_an_mcp_server_and_its_death(tmp_path):
         assert ask.messages[0].content == "1 notes" and [bool(call.error) for call in ask.calls] == [False, True, True]
         assert "fail" in ask.messages[1].content, "the server's own text"
         await assert_calls_meet(stream)
-        assert await episode.answer(called("die")) is grpc.StatusCode.UNAVAILABLE, "the episode may be played again"
+        assert await episode.answer(called("die")) is grpc.StatusCode.ABORTED, (
+            "the server plays on, and the episode may begin again"
+        )
         again = stream()
         await again.start(prompt="Keep!", answer="")
         assert (await again.answer(called("keep", note="a"))).messages[0].content == "1 notes", "a new server"
