@@ -3,7 +3,9 @@
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack, suppress
+import threading
+from contextlib import AsyncExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import httpx
@@ -12,7 +14,9 @@ import pytest
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme.net.ports import free_port
+from polyreme_environment.contract import ContractError, LostError
 from polyreme_environment.server import serve
+from polyreme_environment.tools.mcp import McpClient
 from polyreme_reward.server import serve as serve_rewards
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
@@ -203,6 +207,69 @@ async def test_an_mcp_server_over_http(tmp_path):
     finally:
         server.kill()
         await server.wait()
+
+
+@contextmanager
+def answering(statuses):
+    """An MCP server over HTTP, whose tools are these statuses, with which they refuse a call; 0: it hangs. Yields its address and what was asked."""
+    asked, ends = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(message["method"])
+            status = statuses.get(message.get("params", {}).get("name", message["method"]), 200)
+            if not status:
+                ends.wait()
+                return
+            told = (
+                {"error": {"message": f"no: {status}"}}
+                if status >= 400
+                else {"result": {"tools": [{"name": n} for n in statuses]}}
+            )
+            body = json.dumps({"id": None if status == 404 else message.get("id"), **told}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield {"url": f"http://127.0.0.1:{server.server_port}/mcp", "command": None}, asked
+        finally:
+            ends.set()
+            server.shutdown()
+
+
+def test_a_call_that_an_mcp_server_refuses_fails_alone():
+    with answering({"bad": 400, "broken": 500, "gone": 404}) as (address, asked):
+        tools = McpClient(address, 30.0).tools()
+        for name, status in (("bad", 400), ("broken", 500)):
+            with pytest.raises(ValueError, match=f"no: {status}"):
+                tools[name](None)
+        assert asked.count("initialize") == 1
+        for _ in range(2):
+            with pytest.raises(LostError):
+                tools["gone"](None)
+        assert asked.count("initialize") == 2, "404 ends a session"
+
+
+def test_a_call_of_an_mcp_server_has_the_seconds_of_a_step():
+    with answering({"slow": 0}) as (address, asked):
+        tools = McpClient(address, 0.2).tools()
+        for _ in range(2):
+            with pytest.raises(ContractError, match=r"0\.2 s"):
+                tools["slow"](None)
+        assert asked.count("initialize") == 1, "other calls go on"
+
+
+def test_an_mcp_server_that_refuses_to_begin_has_no_tools():
+    with answering({"initialize": 400}) as (address, _), pytest.raises(ConfigError, match="no: 400"):
+        McpClient(address, 30.0).tools()
 
 
 async def test_an_mcp_server_that_cannot_start_is_a_config_error():

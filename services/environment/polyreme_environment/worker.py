@@ -48,7 +48,7 @@ def _load(setup: Setup) -> tuple[str, str, Answer]:
 def _class_of(setup: Setup) -> tuple[type[Any], dict[str, Any]]:
     """The class of a worker, and the arguments that make an episode. Raises ConfigError, or what the user's code does."""
     if setup["tools"]:
-        return make_class(setup["tools"]), setup["options"]
+        return make_class(setup["tools"], _SHARE * setup["seconds"]), setup["options"]
     offer_stand_ins()
     return environment_class(
         own_members(load_module(setup["path"], setup["code"])), setup["name"], setup["options"], setup["path"]
