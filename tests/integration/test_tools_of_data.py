@@ -11,12 +11,13 @@ import grpc
 import httpx
 import pytest
 
-from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.environment import EnvironmentConfig, PythonLimits
 from polyreme.errors import ConfigError
 from polyreme.net.ports import free_port
-from polyreme_environment.contract import ContractError, LostError
+from polyreme_environment.contract import ContractError, FailedCallError, LostError
 from polyreme_environment.server import serve
 from polyreme_environment.tools.mcp import McpClient
+from polyreme_environment.tools.tool_class import make_class
 from polyreme_reward.server import serve as serve_rewards
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
@@ -356,6 +357,15 @@ async def test_python_beyond_its_time_costs_only_its_state():
         assert "since the call took longer than" in ask.calls[0].error
         assert ask.messages[-1].content.endswith("NameError: name 'x' is not defined")
         assert (await other.answer(called("python", code="x"))).messages[0].content == "3", "it has the same worker"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6])
+def test_python_without_the_time_to_start_fails_one_call(seconds):
+    episode = make_class([{"python": PythonLimits().model_dump()}], 30.0)()
+    with pytest.raises(FailedCallError):
+        episode.python(seconds, code="1 + 1")
+    assert episode.python(60.0, code="1 + 1") == "2"
+    episode.close()
 
 
 async def test_interpreters_end_with_a_killed_worker(tmp_path):

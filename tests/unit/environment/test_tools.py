@@ -220,7 +220,7 @@ async def test_results_are_bounded_and_must_be_text_or_json() -> None:
 
 
 async def test_all_that_is_told_of_a_failed_call_is_bounded() -> None:
-    long = {"how": "badly" * 1000}
+    long: dict[str, object] = {"how": "badly" * 1000}
     calls: Calls = [ParsedCall("fails", long, json.dumps(long)), ParsedCall("no" * 1000, {}, "{}")]
     answers = await Toolbox(Desk, "e.py").answer(Desk(), calls, 400, 1.0, make)
     for name, arguments, result, _, error in answers:
