@@ -11,12 +11,17 @@ import psutil
 import pytest
 import yaml
 
+from polyreme import API_VERSION
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc, experience_pb2
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
+from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
+from polyreme_environment.contract import Moved
+from polyreme_environment.grpc_service import NAME, EnvironmentServicer
+from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.data.template import Template
@@ -26,7 +31,7 @@ from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
 from support.environment_stream import Stream, serving, started
-from support.episode_world import WIDE, episode_world
+from support.episode_world import WIDE, EpisodeWorld, episode_world
 from support.processes import command_line
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
@@ -282,6 +287,57 @@ async def test_an_answer_without_a_call_goes_to_step(config):
         assert seen(await episode.answer(called(note="a"))) == ([("tool", "1")], 0.0, [("keep", False)])
         assert seen(await episode.answer("what?")) == ([("user", "go on")], 0.1, [])
         assert seen(await episode.answer("end")) == ([], 0.1, [])
+
+
+async def test_a_call_in_a_thought_that_the_prompt_began_is_not_made(config):
+    config.file.write_text(BOTH)
+    async with serving(config.model_copy(update={"name": "Judged"})) as (_, stream):
+        episode = stream()
+        await episode.start(answer="end")
+        thought = f"I could {called(note='a')} and"
+        assert seen(await episode.send(answer=pb.Answer(text=thought, in_thought=True))) == ([("user", "go on")], 0.0, [])
+        whole = f"{thought} do</think>{called(note='b')}"
+        assert seen(await episode.send(answer=pb.Answer(text=whole, in_thought=True))) == (
+            [("tool", "1")],
+            0.0,
+            [("keep", False)],
+        )
+
+
+class NotedPool:
+    """Its episodes end with their first answers, which it notes."""
+
+    def __init__(self):
+        self.draining, self.answers = False, []
+
+    @asynccontextmanager
+    async def episode(self):
+        yield self
+
+    async def reset(self, row, seed):
+        return Moved()
+
+    async def step(self, answer):
+        self.answers.append(answer)
+        return Moved(done=True)
+
+
+@pytest.mark.parametrize("opening", ["<assistant>", "<assistant><think>"])
+async def test_an_answer_says_that_the_prompt_began_its_thought(redis, run_id, tmp_path, config, opening):
+    pool, metrics = NotedPool(), EnvironmentMetrics()
+    servicer = EnvironmentServicer({"": pool}, metrics, 3)
+    async with (
+        hosted(redis, run_id, tmp_path, config) as (w, client),
+        rpc.serve("127.0.0.1", 0, servicer.add_to, [NAME]) as server,
+    ):
+        chat_template = CHAT_TEMPLATE.replace("prompt %}<assistant>", f"prompt %}}{opening}")
+        files = {name: text.replace(b"<pad>", b"<think>") for name, text in model_files(chat_template).items()}
+        world = EpisodeWorld(w.run, w.config, w.replicas, w.learner, w.pool, files)
+        lease = Lease("environment", "noting", f"127.0.0.1:{server.port}", "", API_VERSION, {"episodes": {"": 3}})
+        async with await Registry(w.run).register(lease):
+            await client.refresh()
+            await world.play(client)
+    assert [answer.in_thought for answer in pool.answers] == ["<think>" in opening] * 3
 
 
 async def test_tools_stand_in_the_prompt_of_the_row(redis, run_id, tmp_path, config):

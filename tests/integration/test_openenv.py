@@ -8,6 +8,7 @@ import httpx
 import pytest
 import yaml
 
+from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.net.ports import free_port
@@ -81,6 +82,14 @@ async def test_tools_are_called_until_one_ends_the_episode():
             assert seen(await episode.answer(called("nothing"))) == [("tool", "error: Unknown tool: 'nothing'")]
             ending = await episode.answer(called("submit", answer="170") + called("query", sql="after the end"))
             assert (ending.reward, [call.name for call in ending.calls]) == (1.0, ["submit"])
+
+
+async def test_a_call_in_a_thought_that_the_prompt_began_is_not_made():
+    async with replayed("ships") as server, serving(EnvironmentConfig(openenv=server.url, step_timeout=20.0)) as (_, stream):
+        episode = stream()
+        await episode.start()
+        ending = await episode.send(answer=pb.Answer(text=f"I could {called('nothing')}", in_thought=True))
+        assert (ending.reward, list(ending.calls), ending.error) == (0.0, [], "")
 
 
 async def test_an_answer_that_is_no_action_is_told_so():

@@ -3,16 +3,21 @@
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack, suppress
+import threading
+from contextlib import AsyncExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import httpx
 import pytest
 
-from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.environment import EnvironmentConfig, PythonLimits
 from polyreme.errors import ConfigError
 from polyreme.net.ports import free_port
+from polyreme_environment.contract import ContractError, FailedCallError, LostError
 from polyreme_environment.server import serve
+from polyreme_environment.tools.mcp import McpClient
+from polyreme_environment.tools.tool_class import make_class
 from polyreme_reward.server import serve as serve_rewards
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
@@ -175,7 +180,9 @@ async def test_tools_of_an_mcp_server_and_its_death(tmp_path):
         assert ask.messages[0].content == "1 notes" and [bool(call.error) for call in ask.calls] == [False, True, True]
         assert "fail" in ask.messages[1].content, "the server's own text"
         await assert_calls_meet(stream)
-        assert await episode.answer(called("die")) is grpc.StatusCode.UNAVAILABLE, "the episode may be played again"
+        assert await episode.answer(called("die")) is grpc.StatusCode.ABORTED, (
+            "the server plays on, and the episode may begin again"
+        )
         again = stream()
         await again.start(prompt="Keep!", answer="")
         assert (await again.answer(called("keep", note="a"))).messages[0].content == "1 notes", "a new server"
@@ -201,6 +208,69 @@ async def test_an_mcp_server_over_http(tmp_path):
     finally:
         server.kill()
         await server.wait()
+
+
+@contextmanager
+def answering(statuses):
+    """An MCP server over HTTP, whose tools are these statuses, with which they refuse a call; 0: it hangs. Yields its address and what was asked."""
+    asked, ends = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(message["method"])
+            status = statuses.get(message.get("params", {}).get("name", message["method"]), 200)
+            if not status:
+                ends.wait()
+                return
+            told = (
+                {"error": {"message": f"no: {status}"}}
+                if status >= 400
+                else {"result": {"tools": [{"name": n} for n in statuses]}}
+            )
+            body = json.dumps({"id": None if status == 404 else message.get("id"), **told}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield {"url": f"http://127.0.0.1:{server.server_port}/mcp", "command": None}, asked
+        finally:
+            ends.set()
+            server.shutdown()
+
+
+def test_a_call_that_an_mcp_server_refuses_fails_alone():
+    with answering({"bad": 400, "broken": 500, "gone": 404}) as (address, asked):
+        tools = McpClient(address, 30.0).tools()
+        for name, status in (("bad", 400), ("broken", 500)):
+            with pytest.raises(ValueError, match=f"no: {status}"):
+                tools[name](None)
+        assert asked.count("initialize") == 1
+        for _ in range(2):
+            with pytest.raises(LostError):
+                tools["gone"](None)
+        assert asked.count("initialize") == 2, "404 ends a session"
+
+
+def test_a_call_of_an_mcp_server_has_the_seconds_of_a_step():
+    with answering({"slow": 0}) as (address, asked):
+        tools = McpClient(address, 0.2).tools()
+        for _ in range(2):
+            with pytest.raises(ContractError, match=r"0\.2 s"):
+                tools["slow"](None)
+        assert asked.count("initialize") == 1, "other calls go on"
+
+
+def test_an_mcp_server_that_refuses_to_begin_has_no_tools():
+    with answering({"initialize": 400}) as (address, _), pytest.raises(ConfigError, match="no: 400"):
+        McpClient(address, 30.0).tools()
 
 
 async def test_an_mcp_server_that_cannot_start_is_a_config_error():
@@ -287,6 +357,15 @@ async def test_python_beyond_its_time_costs_only_its_state():
         assert "since the call took longer than" in ask.calls[0].error
         assert ask.messages[-1].content.endswith("NameError: name 'x' is not defined")
         assert (await other.answer(called("python", code="x"))).messages[0].content == "3", "it has the same worker"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6])
+def test_python_without_the_time_to_start_fails_one_call(seconds):
+    episode = make_class([{"python": PythonLimits().model_dump()}], 30.0)()
+    with pytest.raises(FailedCallError):
+        episode.python(seconds, code="1 + 1")
+    assert episode.python(60.0, code="1 + 1") == "2"
+    episode.close()
 
 
 async def test_interpreters_end_with_a_killed_worker(tmp_path):

@@ -26,6 +26,10 @@ _CPU_SECONDS = 24 * 3600.0
 """Of all calls together. The deadline of each bounds its own."""
 
 
+class LateStartError(SandboxError):
+    """The interpreter did not start within the seconds of its call."""
+
+
 @dataclass(frozen=True)
 class Said:
     """What a call has shown, and why it failed ("": it did not)."""
@@ -56,7 +60,7 @@ class Interpreter:
             seconds: until the call must end, with a start of the interpreter if it needs one.
 
         Raises:
-            SandboxError: the interpreter could not be started.
+            SandboxError: the interpreter could not be started; LateStartError: in time.
         """
         deadline = time.monotonic() + seconds
         program = self._program or self._start(deadline)
@@ -152,7 +156,7 @@ def _await_start(program: Program, deadline: float) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         if not selector.select(max(0.0, deadline - time.monotonic())):
-            raise SandboxError("the interpreter did not start in time")
+            raise LateStartError("the interpreter did not start in time")
     if not program.take(pipe, name):
         raise SandboxError(program.complaint())
 

@@ -42,7 +42,7 @@ class Episode:
 
     async def step(self, answer: pb.Answer) -> Moved:
         """Takes the policy's answer."""
-        return await self._kept("step", [answer.text, answer.raw or answer.text])
+        return await self._kept("step", [answer.text, answer.raw or answer.text, answer.in_thought])
 
     async def close(self) -> None:
         """Ends, after a call that is being made. Its worker forgets it."""

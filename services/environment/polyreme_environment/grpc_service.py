@@ -27,6 +27,7 @@ from polyreme_environment.pool import (
     PlayError,
     Pool,
     StreamedEpisode,
+    ToolLostError,
     WorkerLostError,
 )
 
@@ -103,7 +104,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         except EpisodeLostError as error:
             how = "lost"
-            plays_on = isinstance(error, WorkerLostError)
+            plays_on = isinstance(error, (WorkerLostError, ToolLostError))
             raise CallError(grpc.StatusCode.ABORTED if plays_on else grpc.StatusCode.UNAVAILABLE, str(error)) from error
         finally:
             if how:

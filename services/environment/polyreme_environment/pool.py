@@ -24,6 +24,10 @@ class WorkerLostError(EpisodeLostError):
     """Its process was lost. The server plays on in others."""
 
 
+class ToolLostError(EpisodeLostError):
+    """A tool of it was lost. The server plays on."""
+
+
 class PlayError(Exception):
     """The environment failed in this episode."""
 

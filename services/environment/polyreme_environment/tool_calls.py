@@ -33,15 +33,17 @@ class Malformed:
 Calls = list[ParsedCall | Malformed]
 
 
-def find_calls(answer: str, parser: str) -> Calls:
+def find_calls(answer: str, parser: str, *, in_thought: bool = False) -> Calls:
     """The calls of an answer in their order.
 
     Args:
         answer: the answer with its special tokens, but without the stop token.
         parser: a key of PARSERS.
+        in_thought: whether the answer begins within a thought.
     """
-    _, _, said = answer.rpartition(_THOUGHT_ENDS)
-    return [] if _THOUGHT_BEGINS in said else PARSERS[parser](said)
+    _, thought_ends, said = answer.rpartition(_THOUGHT_ENDS)
+    ends_in_thought = _THOUGHT_BEGINS in said or (in_thought and not thought_ends)
+    return [] if ends_in_thought else PARSERS[parser](said)
 
 
 def _hermes(said: str) -> Calls:

@@ -64,7 +64,8 @@ class Toolbox:
             began, (result, error) = time.monotonic(), await self._result(episode, call, share, make)
             name = "" if isinstance(call, Malformed) else call.name
             text = cut(result or f"error: {error}" * bool(error), limit // len(calls))
-            answers.append((name, call.text, text, time.monotonic() - began, error))
+            spent = time.monotonic() - began
+            answers.append((cut(name, limit), cut(call.text, limit), text, spent, cut(error, limit // len(calls))))
         return answers
 
     async def _result(

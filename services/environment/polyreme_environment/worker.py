@@ -31,8 +31,9 @@ def main(channel: socket.socket) -> int:
 
     The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars`, `tool_parser`, `threads`
     and `seconds` (of a call).
-    Then each call has `episode`, `method` and `arguments`: `reset` (row, seed), `step` (text, text with special tokens) or `close`. Its reply has
-    either the fields of `Moved`, or `error`, or `lost`. The calls of an episode come one after the other.
+    Then each call has `episode`, `method` and `arguments`: `reset` (row, seed), `step` (text, text with special tokens, whether they begin
+    within a thought) or `close`. Its reply has either the fields of `Moved`, or `error`, or `lost`. The calls of an episode come one after
+    the other.
     """
     return serve_calls(channel, "an environment", _load)
 
@@ -47,7 +48,7 @@ def _load(setup: Setup) -> tuple[str, str, Answer]:
 def _class_of(setup: Setup) -> tuple[type[Any], dict[str, Any]]:
     """The class of a worker, and the arguments that make an episode. Raises ConfigError, or what the user's code does."""
     if setup["tools"]:
-        return make_class(setup["tools"]), setup["options"]
+        return make_class(setup["tools"], _SHARE * setup["seconds"]), setup["options"]
     offer_stand_ins()
     return environment_class(
         own_members(load_module(setup["path"], setup["code"])), setup["name"], setup["options"], setup["path"]
@@ -94,9 +95,9 @@ class Player:
         """The tools of an episode. Of a run's tools, its row may choose."""
         return self._toolbox.only(row[ALLOWED_TOOLS]) if self._selects and ALLOWED_TOOLS in row else self._toolbox
 
-    async def _step(self, number: int, text: str, raw: str) -> Moved:
+    async def _step(self, number: int, text: str, raw: str, in_thought: bool) -> Moved:
         episode = self._episodes[number]
-        calls: Calls = find_calls(raw, self._parser) if episode.tools.schemas else []
+        calls: Calls = find_calls(raw, self._parser, in_thought=in_thought) if episode.tools.schemas else []
         if not calls and has_step(self._kind):
             return moved(await self._made(episode, partial(episode.instance.step, text)), self._limit)
         answered = await episode.tools.answer(episode.instance, calls, self._limit, self._seconds, partial(self._made, episode))

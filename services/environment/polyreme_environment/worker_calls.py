@@ -16,7 +16,7 @@ from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedEr
 from polyreme.process.tasks import end_all
 from polyreme_environment.contract import ContractError, Reply
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, FullError, PlayError, WorkerLostError
+from polyreme_environment.pool import EpisodeLostError, FullError, PlayError, ToolLostError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class WorkerCalls:
                 task.add_done_callback(self._cancelling.discard)
                 raise
         if "lost" in reply:
-            raise EpisodeLostError(str(reply["lost"]))
+            raise ToolLostError(str(reply["lost"]))
         if "error" in reply:
             raise PlayError(f"{what}: {reply['error']}")
         try:

@@ -1,7 +1,9 @@
 """Requests of agents: what is refused, which turn a request continues, and what an agent may return."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -195,6 +197,13 @@ def test_an_answer_may_begin_within_a_thought() -> None:
     assert spoken(f"use {CALL}", f"use {CALL}", "hermes", True) == Spoken("", f"use {CALL}"), "and end there"
 
 
+def test_a_call_with_special_tokens_leaves_no_text_out() -> None:
+    raw = f"Let me see. {CALL}"
+    text = raw.replace("<tool_call>", "").replace("</tool_call>", "").rstrip()
+    assert spoken(text, raw, "hermes") == Spoken(text, "", (MULTIPLY,))
+    assert spoken_so_far(text, (), "hermes") == Spoken(text), "which a stream has told"
+
+
 PIECES = st.lists(
     st.sampled_from(
         [
@@ -229,6 +238,19 @@ def test_what_is_certain_of_an_answer_begins_it(pieces: list[str], parser: str |
         assert not certain.content or certain.thought == said.thought, "the thought comes first"
         told = certain
     assert said.thought.startswith(told.thought) and said.content.startswith(told.content)
+
+
+async def test_a_session_keeps_no_request_that_it_has_answered() -> None:
+    session, asked = AgentSession(SessionLimits(1000, 1, "hermes")), request()
+    answering, kept = asyncio.ensure_future(session.answer(asked)), weakref.ref(asked)
+    await asyncio.sleep(0)
+    session.take()
+    session.sampled(pb.Answer(number=1, text="hello"))
+    turn = await answering
+    del asked, answering
+    gc.collect()
+    assert kept() is None
+    assert await session.answer(request()) is turn and session.take() is None
 
 
 def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:

@@ -57,7 +57,7 @@ class Desk:
         Args:
             how: in which way
         """
-        if how == "badly":
+        if how.startswith("badly"):
             raise KeyError(how)
         return object()
 
@@ -175,6 +175,12 @@ def test_an_answer_without_calls(answer: str, parser: str) -> None:
     assert find_calls(answer, parser) == []
 
 
+def test_an_answer_that_begins_in_a_thought_has_the_calls_behind_it() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert find_calls(f"I could use {call}", "hermes", in_thought=True) == []
+    assert len(find_calls(f"I could use {call}</think>{call}", "hermes", in_thought=True)) == 1
+
+
 async def make(method: Callable[[], Any]) -> Any:
     value = method()
     return await value if inspect.iscoroutine(value) else value
@@ -211,6 +217,15 @@ async def test_results_are_bounded_and_must_be_text_or_json() -> None:
     assert answer[2] == '["' + "a" * 11 + " ... (cut at 40 characters)" and len(answer[2]) <= 40
     with pytest.raises(ContractError, match="fails to return a text or a value that JSON has"):
         await box.answer(Desk(), [ParsedCall("fails", {"how": "well"}, "{}")], 20, 1.0, make)
+
+
+async def test_all_that_is_told_of_a_failed_call_is_bounded() -> None:
+    long: dict[str, object] = {"how": "badly" * 1000}
+    calls: Calls = [ParsedCall("fails", long, json.dumps(long)), ParsedCall("no" * 1000, {}, "{}")]
+    answers = await Toolbox(Desk, "e.py").answer(Desk(), calls, 400, 1.0, make)
+    for name, arguments, result, _, error in answers:
+        assert max(map(len, (name, arguments))) <= 400 and max(map(len, (result, error))) <= 200
+    assert answers[0][4].startswith("KeyError: 'badlybadly") and answers[0][2].startswith("error: KeyError: 'badlybadly")
 
 
 @pytest.mark.parametrize("tools", [["gone"], ["step"], "now", [3]])

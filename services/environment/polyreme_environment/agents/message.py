@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from polyreme_environment.tool_calls import ParsedCall, before_calls, beginning, find_calls
 
-_THOUGHT_BEGINS, _THOUGHT_ENDS, _CALL_BEGINS = "<think>", "</think>", "<tool_call>"
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def spoken(text: str, raw: str, parser: str | None, in_thought: bool = False) ->
         return Spoken("", thought)
     found = find_calls(raw, parser) if parser else []
     calls = tuple(each for each in found if isinstance(each, ParsedCall))
-    if not calls or len(calls) < len(found):
+    if not parser or not calls or len(calls) < len(found):
         return Spoken(said, thought)
-    return Spoken(said.partition(_CALL_BEGINS)[0].rstrip() if _CALL_BEGINS in said else "", thought, calls)
+    return Spoken(before_calls(said, parser), thought, calls)
 
 
 def spoken_so_far(text: str, stop: Sequence[str], parser: str | None, in_thought: bool = False) -> Spoken:

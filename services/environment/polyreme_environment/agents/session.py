@@ -62,6 +62,7 @@ class _Pending:
     """A request and its answer to be.
 
     Attributes:
+        request: only its digest once it is answered: each request of a conversation repeats all of it.
         number: 0 while it waits.
         so_far: what is certain of the turn; None: nothing has been told of it.
         told: what `so_far` was read from.
@@ -302,6 +303,7 @@ class AgentSession:
         else:
             message = {**turn.message, "content": said.content}
             self._conversation.add(number, request.messages, request.digests, message, instructions=request.instructions)
+        pending.request = TurnRequest(request.digest)
         pending.answer.set_result(turn)
 
     def _made(self, after: int, messages: list[Message]) -> list[ToolCall]:

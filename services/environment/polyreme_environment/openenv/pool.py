@@ -81,9 +81,9 @@ class OpenEnvEpisode:
 
     async def step(self, answer: pb.Answer) -> Moved:
         """Takes the policy's answer."""
-        raw = answer.raw or answer.text
+        raw, parser = answer.raw or answer.text, self._pool.config.tool_parser
         async with self._pool.watched("step"):
-            if self._tools and (calls := find_calls(raw, self._pool.config.tool_parser)):
+            if self._tools and (calls := find_calls(raw, parser, in_thought=answer.in_thought)):
                 return await self._call(calls)
             if (action := self._pool.form.action(answer.text)) is None:
                 return Moved(done=True)

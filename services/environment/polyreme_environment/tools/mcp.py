@@ -3,7 +3,7 @@
 The wire is spoken here, since servers and the packages of a run want different versions of `mcp`. Only tools are used of it.
 
 Invariant: a server that is lost is a LostError and is connected to again at its next use; a tool that fails is a ValueError, which the policy
-sees. Calls of several threads share the connection and do not wait for each other. Calls block; the caller's deadline ends the process.
+sees; a call over HTTP that takes too long is a ContractError. Calls of several threads share the connection and do not wait for each other. Calls block; the caller's deadline ends the process.
 """
 
 import itertools
@@ -18,12 +18,15 @@ from typing import Any, Protocol
 import httpx
 
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import LostError
+from polyreme_environment.contract import ContractError, LostError
 
 _VERSION = "2025-06-18"
 _BYTES = 16 << 20
 _SECONDS = 30.0
 _PAGES = 100
+_CALL = "tools/call"
+_REFUSED = (400, 422, 500)
+"""Statuses of an error that may be a reply to its request. Others say something of the server or the session."""
 _LOST = (OSError, ValueError, RecursionError, httpx.HTTPError)
 
 Message = dict[str, Any]
@@ -86,32 +89,45 @@ class _Process:
 
 
 class _Http:
-    """A server behind a URL, which answers with JSON or a stream of events."""
+    """A server behind a URL, which answers with JSON or a stream of events. A tool may be silent for `seconds`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, seconds: float) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._url, self._client, self._headers = url, httpx.Client(timeout=_SECONDS, limits=limits, trust_env=False), Headers()
+        self._url, self._client, self._headers = url, httpx.Client(limits=limits, trust_env=False), Headers()
+        self._seconds = seconds
 
     def tell(self, message: Message) -> None:
-        for _ in self._sent(message):
+        for _ in self._sent(message, _SECONDS):
             pass
 
     def ask(self, message: Message) -> Message:
-        for reply in self._sent(message):
-            if not isinstance(reply, dict):
-                raise ValueError(f"expected an object; found {reply!r:.100}")
-            if reply.get("id") == message["id"] and "method" not in reply:
-                return reply
+        is_call = message["method"] == _CALL
+        try:
+            for reply in self._sent(message, self._seconds if is_call else _SECONDS):
+                if not isinstance(reply, dict):
+                    raise ValueError(f"expected an object; found {reply!r:.100}")
+                if reply.get("id") == message["id"] and "method" not in reply:
+                    return reply
+        except httpx.ReadTimeout:
+            if not is_call:
+                raise
+            tool = f"the tool {message['params']['name']:.100} of {self._url}"
+            raise ContractError(
+                f"expected {tool} to answer within 0.8 x step_timeout = {self._seconds:g} s; found none"
+            ) from None
         raise ConnectionError(f"no reply to {message['method']}")
 
     def close(self) -> None:
         """Leaves it to the calls of other threads, which end with an error of their own if the server is lost."""
 
-    def _sent(self, message: Message) -> Iterator[Message]:
-        """What the server says to a message."""
+    def _sent(self, message: Message, seconds: float) -> Iterator[Message]:
+        """What the server says to a message. It may be silent for some seconds."""
         headers = {"accept": "application/json, text/event-stream", **self._headers}
-        with self._client.stream("POST", self._url, json=message, headers=headers) as response:
-            response.raise_for_status()
+        timeout = httpx.Timeout(_SECONDS, read=seconds)
+        with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout) as response:
+            if response.is_error:
+                yield _refusal(response, message)
+                return
             if session := response.headers.get("mcp-session-id", headers.get("mcp-session-id")):
                 self._headers = {"mcp-protocol-version": _VERSION, "mcp-session-id": session}
             else:
@@ -126,10 +142,22 @@ class _Http:
                 yield json.loads(response.read())
 
 
-class McpClient:
-    """A connection to a server, which `config` (of McpServer) names. Connects at its first use."""
+def _refusal(response: httpx.Response, message: Message) -> Message:
+    """The error that answers a message, in a response with the status of an error. Raises HTTPStatusError when it has none."""
+    reply: Any = None
+    with suppress(ValueError, RecursionError):
+        reply = json.loads(response.read())
+    answers = isinstance(reply, dict) and "error" in reply and reply.get("id") == message.get("id", "none")
+    if not answers or response.status_code not in _REFUSED:
+        response.raise_for_status()
+    return dict(reply)
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+
+class McpClient:
+    """A connection to a server, which `config` (of McpServer) names. Connects at its first use. `seconds`: of a call over HTTP."""
+
+    def __init__(self, config: Mapping[str, Any], seconds: float) -> None:
+        self._seconds = seconds
         self._config, self._numbers, self._connecting = config, itertools.count(1), threading.Lock()
         self._transport: _Transport | None = None
         self.name = config["url"] or " ".join(config["command"])
@@ -164,7 +192,7 @@ class McpClient:
         return tool
 
     def _call(self, name: str, arguments: Message) -> str:
-        result = self._ask("tools/call", {"name": name, "arguments": arguments})
+        result = self._ask(_CALL, {"name": name, "arguments": arguments})
         text = "\n".join(str(part.get("text", f"({part.get('type')})")) for part in result.get("content", []))
         if result.get("isError"):
             raise ValueError(text)
@@ -187,11 +215,13 @@ class McpClient:
     def _connected(self) -> _Transport:
         with self._connecting:
             if self._transport is None:
-                transport: _Transport = _Http(self._config["url"]) if self._config["url"] else _Process(self._config["command"])
+                url, command = self._config["url"], self._config["command"]
+                transport: _Transport = _Http(url, self._seconds) if url else _Process(command)
                 about = {"name": "polyreme", "version": "1"}
                 begin = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about}
                 try:
-                    transport.ask(self._request("initialize", begin))
+                    if "error" in (reply := transport.ask(self._request("initialize", begin))):
+                        raise ConnectionError(f"it refuses: {reply['error']!r:.200}")
                     transport.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
                 except _LOST:
                     transport.close()

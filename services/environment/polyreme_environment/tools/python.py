@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyreme.config.environment import PythonLimits
-from polyreme.isolation.sandbox.interpreter import Interpreter
+from polyreme.isolation.sandbox.interpreter import Interpreter, LateStartError
 from polyreme.isolation.sandbox.modes import choose
 from polyreme.isolation.sandbox.program import Limits, SandboxError
 from polyreme_environment.contract import FailedCallError, LostError
@@ -20,6 +20,8 @@ _ABOUT = (
     " expression, and the traceback of an exception. There is no network, no input, and no file but in the current directory. A call may take"
     " {seconds:g} seconds and the interpreter {memory_mib} MiB of memory."
 )
+_START_SECONDS = 5.0
+"""In which an interpreter starts on a machine that works. A call with less is one of very many in its answer."""
 
 
 def python_schema(limits: PythonLimits) -> Schema:
@@ -45,8 +47,12 @@ def python_tool(settings: Mapping[str, object]) -> Callable[..., str]:
     def python(self: Any, seconds: float, /, code: str) -> str:
         interpreter = self.kept.setdefault("python", Interpreter(mode, limits))
         try:
+            if not seconds:
+                raise LateStartError("the calls before it have taken all of the time")
             said = interpreter.run(code, seconds)
         except (SandboxError, OSError) as error:
+            if isinstance(error, LateStartError) and seconds < _START_SECONDS:
+                raise FailedCallError(str(error), f"error: {error}; make fewer calls at once") from None
             raise LostError(f"an interpreter in a sandbox ({mode}): {error}") from None
         if said.error:
             raise FailedCallError(said.error, said.text)

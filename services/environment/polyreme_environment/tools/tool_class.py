@@ -80,28 +80,28 @@ def declared(config: EnvironmentConfig) -> dict[str, Schema]:
     return found
 
 
-def make_class(sources: Sources) -> type[RowTools]:
-    """The class of a worker's sources. Runs the files.
+def make_class(sources: Sources, seconds: float) -> type[RowTools]:
+    """The class of a worker's sources, with the seconds of a call that a server answers. Runs the files.
 
     Raises:
         ConfigError: a file has no tools, or two tools have one name.
     """
     tools: dict[str, object] = {}
     for source in sources:
-        new = _tools_of(source)
+        new = _tools_of(source, seconds)
         if twice := sorted(new.keys() & tools.keys()):
             raise ConfigError("tools with different names in environment.tools", f"{twice[0]} twice", "Rename one.")
         tools |= new
     return type("RowTools", (RowTools,), {**tools, "tools": tuple(tools), "__doc__": f"The tools {', '.join(tools)}."})
 
 
-def _tools_of(source: Source) -> dict[str, Any]:
+def _tools_of(source: Source, seconds: float) -> dict[str, Any]:
     if "built_in" in source:
         return {source["built_in"]: BUILT_IN[source["built_in"]]}
     if "python" in source:
         return {"python": python_tool(source["python"])}
     if "mcp" in source:
-        return dict(McpClient(source["mcp"]).tools())
+        return dict(McpClient(source["mcp"], seconds).tools())
     path = source["path"]
     functions = {
         name: staticmethod(value)

@@ -4,7 +4,7 @@ Invariant: tokens that were sampled are never encoded again. What follows an ans
 earlier thoughts, strip blanks or write arguments anew cannot change what stands before.
 
 The rule: a conversation that stands in for the real one is rendered with the new messages behind it. What follows the end token of its last
-answer also follows that of the real one.
+answer also follows that of the real one. That all of each new message stands there is tried once for each sequence of roles, with marks as texts.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ class Tail:
     def __init__(self, template: Template) -> None:
         self._template = template
         self._ends: dict[str, int] = {}
+        self._tried: set[str] = set()
         self._prompts: dict[bytes, np.ndarray] = {}  # by a digest of messages and tools, in the order of their first use
         if not template.is_chat:
             raise ConfigError("data.template: chat, for conversations", "data.template: none", "Use the model's chat template.")
@@ -70,14 +71,22 @@ class Tail:
             messages: at least one, none of them an answer. The results of the answer's tool calls are the first; their `name` is the tool's.
 
         Raises:
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, leaves one out, or writes it elsewhere.
         """
         if not messages or any(message.get("role") == "assistant" for message in messages):
             raise DataError("new messages behind an answer", "none" if not messages else "an answer", "Fix the environment.")
         results = list(takewhile(lambda message: message.get("role") == "tool", messages))
         calls = [_call(place, str(result.get("name") or _TOOL)) for place, result in enumerate(results)]
         answered = [{**result, "tool_call_id": call["id"]} for result, call in zip(results, calls, strict=True)]
-        whole = self._encode([*_stand_in(calls), *answered, *messages[len(results) :]], generation_prompt=True, tools=tools)
+        new = [*answered, *messages[len(results) :]]
+        self._try_roles(calls, new, tools)
+        _, behind = self._divided(calls, new, tools)
+        is_cut = exact[-1] != self._template.end_id
+        return np.concatenate([[self._template.end_id] if is_cut else [], behind]).astype(np.int32)
+
+    def _divided(self, calls: list[Message], new: list[Message], tools: Tools) -> tuple[np.ndarray, np.ndarray]:
+        """The stand-in with new messages behind it, up to the end of its answer, and from there on."""
+        whole = self._encode([*_stand_in(calls), *new], generation_prompt=True, tools=tools)
         ends, count = np.flatnonzero(whole == self._template.end_id), self._count_ends(calls, tools)
         if len(ends) < count:
             raise DataError(
@@ -85,9 +94,29 @@ class Tail:
                 "one that drops them",
                 "Use another chat template for this environment.",
             )
-        behind = whole[ends[count - 1] + 1 :]
-        is_cut = exact[-1] != self._template.end_id
-        return np.concatenate([[self._template.end_id] if is_cut else [], behind]).astype(np.int32)
+        start = ends[count - 1] + 1
+        return whole[:start], whole[start:]
+
+    def _try_roles(self, calls: list[Message], new: list[Message], tools: Tools) -> None:
+        """Raises DataError unless the template writes messages of these roles behind the answer, and only there.
+
+        (Marks, since templates strip texts and write them as JSON.)
+        """
+        marked = [{**message, "content": f"new{place:05d}"} for place, message in enumerate(new)]
+        key = json.dumps([calls, marked, tools])
+        if key in self._tried:
+            return
+        before, behind = self._template.decode([ids.tolist() for ids in self._divided(calls, marked, tools)], special=True)
+        for message in marked:
+            if message["content"] in before or message["content"] not in behind:
+                raise DataError(
+                    "a chat template that writes new messages behind the answer before them",
+                    f"one that leaves out a message of the role {message['role']!r} there, or writes it elsewhere",
+                    "Give the message another role, or use another chat template for this environment.",
+                )
+        if len(self._tried) >= _COUNTS:
+            self._tried.clear()
+        self._tried.add(key)
 
     def _count_ends(self, calls: list[Message], tools: Tools) -> int:
         """The number of end tokens in the stand-in up to the end of its answer. (Its text may differ once messages follow.)"""

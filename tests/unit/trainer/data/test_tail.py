@@ -146,6 +146,38 @@ def test_the_newest_prompts_are_kept_for_the_episodes_of_a_task() -> None:
     assert again is not first and np.array_equal(again, first), "others have taken its place"
 
 
+ROLES = "<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+OTHERS = f"{{% for m in messages if m.role != 'system' %}}{ROLES}{{% endfor %}}{{% if add_generation_prompt %}}<assistant>{{% endif %}}"
+SYSTEM = {"role": "system", "content": "the door is shut"}
+
+
+@pytest.mark.parametrize(
+    ("written", "new"),
+    [
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}" + OTHERS, [SYSTEM]),
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}<eos>{% endfor %}" + OTHERS, [SYSTEM, *AGAIN]),
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}<eos>{% endfor %}" + OTHERS, [{**SYSTEM, "content": ""}]),
+        (OTHERS, [*AGAIN, SYSTEM]),
+        (OTHERS.replace("'system'", "'tool'"), [{"role": "tool", "content": "42"}]),
+    ],
+    ids=["collected", "with an end", "empty", "left out", "no tools"],
+)
+def test_a_message_that_does_not_stand_behind_is_refused(written: str, new: list[dict[str, str]]) -> None:
+    template = Template(model_files(written), DataConfig(train=Path("unused")))
+    tail, exact = Tail(template), np.array([20, template.end_id], np.int32)
+    for _ in range(2):
+        with pytest.raises(DataError, match="behind the answer"):
+            tail.after(exact, new)
+    assert text_of(template, tail.after(exact, [{"role": "user", "content": "go on"}])) == "<user>go on<assistant>"
+
+
+def test_texts_that_a_template_writes_anew_are_no_obstacle() -> None:
+    written = "{% for m in messages %}{% if m.role == 'assistant' %}y<eos>{% else %}{{ m.content | trim | tojson }}{% endif %}{% endfor %}"
+    template = Template(model_files(written), DataConfig(train=Path("unused")))
+    behind = Tail(template).after(np.array([template.end_id], np.int32), [{"role": "tool", "content": ' a"b \n'}, *AGAIN])
+    assert text_of(template, behind) == '"a\\"b""higher than 12"'.replace('"', "<unk>").replace("\\", "<unk>")
+
+
 def test_what_cannot_be_continued_is_refused() -> None:
     _, tail = of("mistral")
     exact = tail.begin(QUESTION)

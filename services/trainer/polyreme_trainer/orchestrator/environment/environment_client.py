@@ -189,8 +189,9 @@ class EnvironmentClient:
             messages = _new_messages(ask)
         else:
             session.tools, messages = self._begin(ask, task)
-        answer = await session.answer(messages)
-        return environment_pb2.Answer(text=answer.text, raw="" if answer.raw == answer.text else answer.raw)
+        turn = await session.answer(messages)
+        raw, in_thought = "" if turn.raw == turn.text else turn.raw, session.opens_thought(turn.context)
+        return environment_pb2.Answer(text=turn.text, raw=raw, in_thought=in_thought)
 
     def _start(self, task: Task, session: EpisodeSession) -> environment_pb2.Start:
         row = {**json.loads(task.prompt.metadata_json or "{}"), self._data.label_key: task.prompt.label}
