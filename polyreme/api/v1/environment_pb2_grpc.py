@@ -56,8 +56,8 @@ class EnvironmentServiceServicer(object):
         the stream, for whatever reason, ends the episode. An agent may ask for several answers at once: they come in any order.
 
         RESOURCE_EXHAUSTED: the server plays as many episodes as it can. UNAVAILABLE: the server ends, or cannot play this episode now; it may be
-        played again. ABORTED: the same where only the process of this episode was lost, and the server plays on. INVALID_ARGUMENT: a message that
-        the protocol does not allow here.
+        played again. ABORTED: the same where only the process of this episode, or a tool of it, was lost, and the server plays on.
+        INVALID_ARGUMENT: a message that the protocol does not allow here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
