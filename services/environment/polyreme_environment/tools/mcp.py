@@ -144,7 +144,7 @@ class _Http:
 
 def _refusal(response: httpx.Response, message: Message) -> Message:
     """The error that answers a message, in a response with the status of an error. Raises HTTPStatusError when it has none."""
-    reply: Any = None
+    reply: Message = {}
     with suppress(ValueError, RecursionError):
         reply = json.loads(response.read())
     answers = isinstance(reply, dict) and "error" in reply and reply.get("id") == message.get("id", "none")
