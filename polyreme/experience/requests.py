@@ -22,6 +22,7 @@ from polyreme.experience.metric_records import MetricRecord
 from polyreme.experience.scripts import Scripts, key
 from polyreme.experience.service_records import MAX_RECORDS, ServiceRecords, as_line
 from polyreme.process.lifecycle import until_set
+from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
 
 Worker = Literal["learner", "sampler"]
 QueueState = Literal["active", "paused_capacity"]
@@ -34,8 +35,9 @@ TENANT_DIGITS = 16
 """The hexadecimal digits of a tenant, a digest of its key."""
 MAX_NAMES = 10_000
 """Most records of a group that can be listed, the newest ones."""
-MAX_BEGUN = 4
-"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others."""
+MAX_BEGUN = STARTS_WITHOUT_MEMORY - 1
+"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others: one more
+start without memory would end the service."""
 _POLL_SECONDS = 2.0
 
 

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import RequestLog, in_lane
+from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
 from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
 from polyreme_trainer.service.states import States
@@ -305,3 +306,16 @@ async def test_results_have_a_bound_for_each_session(service: Service) -> None:
     assert await service.log.result(other.id) is not None
     assert await service.log.is_past(f"{MODEL}:0") and not await service.log.is_past(f"{MODEL}:30")
     assert await service.log.submit(in_lane(MODEL, 0), CREATE.pack()) == "gone"
+
+
+async def test_a_request_that_ended_two_learners_fails(service: Service) -> None:
+    """Before the service ends because its learner lacks memory at every start."""
+    for number, begun in enumerate((STARTS_WITHOUT_MEMORY - 2, STARTS_WITHOUT_MEMORY - 1)):
+        place = in_lane(MODEL.replace(":0", f":{number}"), 0)
+        await service.log.set_record("model", place.lane, {"tenant": "t"})
+        await service.log.submit(place, CREATE.pack())
+        for _ in range(begun):
+            await service.log.begin([place])
+        async with service.learner():
+            result = await service.log.result(place.id, 60.0)
+        assert result is not None and (b'"category": "server"' in result) == (begun == STARTS_WITHOUT_MEMORY - 1)
