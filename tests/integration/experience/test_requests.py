@@ -6,9 +6,13 @@ import time
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.errors import StoreError
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.metric_records import StageStep
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
+from polyreme.experience.service_records import SampledGroup
+from polyreme.experience.store import connect
 
 
 @pytest.fixture
@@ -148,3 +152,21 @@ async def test_many_bytes_stay_in_the_log_until_they_are_taken(log: RequestLog) 
         read = await log.waiting("sampler", 0.0, 5)
         assert requests.places == places and list(read.payloads) == ["s:0"]
         assert await requests.take(places) == [b"xy" + bytes([number]) for number in range(4)]
+
+
+async def test_a_full_server_still_executes_and_answers(own_server: EmbeddedServer) -> None:
+    """It takes no further request, and drops the samples of the page."""
+    async with await connect(own_server.url) as client:
+        log, place = RequestLog(client, "full"), in_lane("m", 0)
+        await log.set_record("model", "m", {"tenant": "t"})
+        await log.submit(place, b"a")
+        await client.config_set("maxmemory", "1")
+        with pytest.raises(StoreError, match="training service"):
+            await log.submit(in_lane("m", 1), b"b")
+        assert (await log.waiting("learner", 0.0, 10)).payloads == {place.id: b"a"}
+        log.limits.record_seconds += 60  # which renews the record
+        assert await log.use_record("t", "model", "m") is not None
+        assert await log.begin([place]) == [1]
+        await log.records.count({"t": {"steps": 1}})
+        await log.records.add_sampled("m", SampledGroup("w", "p", 1, 0.0, 1.0, []))
+        assert await log.finish(place, b"answer") and await log.result(place.id) == b"answer"
