@@ -9,6 +9,7 @@ Invariant: a request that is submitted again, before or after its execution or a
 
 import asyncio
 import math
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -160,7 +161,8 @@ class RequestLog:
         """Counts the beginnings of each request's execution. Returns their numbers: above 1 after executions that ended with their process."""
         if not places:
             return []
-        return list(await self._scripts.call("begun", *(place.id for place in places), keys=[self._key("begun")]))
+        ids, nonce = [place.id for place in places], secrets.token_hex(8)
+        return list(await self._scripts.call("begun", nonce, *ids, keys=[self._key("begun")]))
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False, record: MetricRecord | None = None) -> bool:
         """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a restart executes it
@@ -217,7 +219,7 @@ class RequestLog:
         """What waits for a worker, with the payloads of the requests after the arrival `after`, as many as have at most `most_bytes` bytes."""
         keys = [self._key("requests"), self._key("open", worker), self._key("begun")]
         ids, newest, begun, new = await self._scripts.call("waiting", str(after), most_bytes, keys=keys)
-        counts = {id.decode(): int(count) for id, count in zip(begun[::2], begun[1::2], strict=True)}
+        counts = {id.decode(): int(count.split()[0]) for id, count in zip(begun[::2], begun[1::2], strict=True)}
         payloads = {id.decode(): payload for id, payload in zip(new[::2], new[1::2], strict=True)}
         return Waiting([place_of(id.decode(), worker) for id in ids], float(newest), counts, payloads)
 

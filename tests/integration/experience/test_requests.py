@@ -13,6 +13,7 @@ from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme.experience.service_records import SampledGroup
 from polyreme.experience.store import connect
+from support.proxy import at_port, bad_network, port_of
 
 
 @pytest.fixture
@@ -89,6 +90,15 @@ async def test_beginnings_are_counted_until_the_end(log: RequestLog) -> None:
     assert [await log.begin([place]), await log.begin([place])] == [[1], [2]]
     await log.finish(place, b"")
     assert await log.begin([place]) == [1]
+
+
+async def test_a_beginning_whose_answer_was_lost_counts_once(redis_url: str, run_id: str) -> None:
+    async with bad_network("127.0.0.1", port_of(redis_url)) as proxy, await connect(at_port(redis_url, proxy.port)) as client:
+        log, places = RequestLog(client, run_id), [in_lane("m", 0), in_lane("n", 0)]
+        for number in (1, 2, 3):
+            proxy.lose = 1
+            assert await log.begin(places) == [number, number] and proxy.lose == 0
+        assert (await log.waiting("learner", 0.0, 0)).begun == {"m:0": 3, "n:0": 3}
 
 
 async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
