@@ -118,7 +118,8 @@ class RequestBounds:
         open: most open requests of a worker.
         lane_bytes: most bytes of a model's open and kept requests.
         result_seconds: how long a result can be read.
-        result_bytes: most bytes of a session's results. Beyond them the oldest are deleted before their time.
+        result_bytes: most bytes of the results of a session, or of a tenant's requests without one. Beyond them the oldest are deleted before
+            their time.
         record_seconds: how long a record lives that nobody renews.
     """
 
@@ -167,7 +168,7 @@ class RequestLog:
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False, record: MetricRecord | None = None) -> bool:
         """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a restart executes it
         again unless a saved state includes it."""
-        client = place.id.partition(":")[0]
+        client = place.id.partition(":")[0] if ":" in place.id else tenant_in(place.id)
         names = [
             ("requests",),
             ("open", place.worker),

@@ -10,7 +10,7 @@ from polyreme.errors import StoreError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.metric_records import StageStep
 from polyreme.experience.open_requests import OpenRequests
-from polyreme.experience.requests import LogPlace, RequestLog, in_lane
+from polyreme.experience.requests import TENANT_DIGITS, LogPlace, RequestLog, in_lane
 from polyreme.experience.service_records import SampledGroup
 from polyreme.experience.store import connect
 from support.proxy import at_port, bad_network, port_of
@@ -109,6 +109,15 @@ async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
     assert found is not None and found[0] == {"tenant": "one", "b": "2"} and abs(found[1] - time.time()) < 60
     assert await log.use_record("two", "session", "t") is None
     assert await log.use_record("one", "session", "none") is None
+
+
+async def test_a_tenants_results_without_a_session_have_one_bound(log: RequestLog) -> None:
+    log.limits.result_bytes = 10
+    places = [LogPlace(f"{'a' * TENANT_DIGITS}-{number}", "sampler") for number in range(5)]
+    for place in places:
+        await log.submit(place, b"")
+        await log.finish(place, b"x" * 4)
+    assert [await log.result(place.id) for place in places] == [None] * 3 + [b"x" * 4] * 2
 
 
 async def test_a_record_comes_with_the_first_result(log: RequestLog) -> None:
