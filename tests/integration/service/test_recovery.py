@@ -205,6 +205,15 @@ async def test_a_full_disk_refuses_new_models_alone(service: Service) -> None:
         assert b"error" not in step
 
 
+async def test_records_of_the_page_leave_room_for_models(service: Service) -> None:
+    service.limit = 1 << 20
+    (folder := service.root / f"{MODEL}1" / "samples").mkdir(parents=True)
+    (folder / "served_1-0.jsonl").write_bytes(b" " * (2 << 20))
+    async with service.learner():
+        [created] = await service.ask(CREATE)
+    assert b"error" not in created
+
+
 async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service) -> None:
     """Also without an optimizer step."""
     async with service.learner(replay_bytes=3 * len(batch(1).pack())):

@@ -73,7 +73,7 @@ class States(Folders):
 
     def check_room(self) -> None:
         """Raises TenantError when states and checkpoints take all of the disk's share."""
-        if (total := sum(size(self.root / model) for model in self.models())) >= self._limit:
+        if (total := sum(size(folder) for model in self.models() for folder in self._saved_in(model))) >= self._limit:
             raise TenantError(
                 f"expected less than {self._limit / 2**30:.3g} GiB of models on disk; found {total / 2**30:.3g}. "
                 "Unload some, or delete checkpoints."
@@ -89,7 +89,7 @@ class States(Folders):
             for folder in (self.root / model).glob("*weights/[!.]*"):
                 if (facts := Facts.read(folder)) is not None and facts.is_expired:
                     remove(folder)
-            for folder in (*((self.root / model / kind) for kind in get_args(Kind)), self._states(model), self.root / model):
+            for folder in (*self._saved_in(model), self.root / model):
                 with suppress(OSError):  # something is in it
                     folder.rmdir()
 
@@ -109,6 +109,10 @@ class States(Folders):
 
     def _states(self, model: str) -> Path:
         return self.root / model / "states"
+
+    def _saved_in(self, model: str) -> list[Path]:
+        """The folders of a model's checkpoints and states. What else is in its directory is the observer's."""
+        return [*(self.root / model / kind for kind in get_args(Kind)), self._states(model)]
 
     def _saved(self, model: str) -> list[Path]:
         """The model's states, the oldest first."""
