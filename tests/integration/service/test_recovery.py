@@ -14,8 +14,10 @@ from redis.asyncio import Redis
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import RequestLog, in_lane
 from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
-from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.folders import Facts, Folders
 from polyreme_trainer.service.learner import ModelLearner
+from polyreme_trainer.service.messages import SavedModel
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request, json_result
 from support.simulated_service import BASE, engine
@@ -298,6 +300,23 @@ async def test_checkpoints_have_a_share_of_the_disk(service: Service) -> None:
     assert (b"error" in fits, b"error" in full, b"error" in step) == (False, True, False)
     assert b"GiB of checkpoints" in full
     assert [each.name.name for each in Folders(service.root).kept(MODEL)] == ["named", "second"]
+
+
+def test_a_save_that_is_refused_deletes_nothing(tmp_path: Path) -> None:
+    """And one that replaces a checkpoint has its room."""
+    states = States(tmp_path, 10_000)
+
+    def write(name: str, nbytes: int, seq: int, overwrite: bool = False) -> None:
+        facts = Facts(BASE, None, seq, 0, created=seq, is_named=name != "unnamed")
+        data, saved = b" " * nbytes, SavedModel(MODEL, "weights", name)
+        states.save(saved, lambda folder: (folder / "file").write_bytes(data), facts, overwrite)
+
+    write("unnamed", 500, 1)
+    write("large", 6000, 2)
+    with pytest.raises(TenantError, match="GiB of checkpoints"):
+        write("larger", 7000, 3)
+    write("large", 6000, 4, overwrite=True)
+    assert [each.name.name for each in states.kept(MODEL)] == ["unnamed", "large"]
 
 
 async def test_results_have_a_bound_for_each_session(service: Service) -> None:
