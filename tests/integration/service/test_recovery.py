@@ -118,6 +118,15 @@ async def test_a_step_that_spoils_the_weights_leaves_the_model_as_it_was(
     assert found == wanted
 
 
+@pytest.mark.parametrize("replay_seconds", [20.0, 0.0], ids=["from its requests", "from its state"])
+async def test_a_batch_before_a_spoilt_step_counts_once(replay_seconds: float, service: Service) -> None:
+    spoils = Request("optim_step", {"adam": {**ADAM, "learning_rate": 1e38}})
+    async with service.learner(replay_seconds=replay_seconds):
+        await service.ask(CREATE, batch(1), spoils, batch(2), STEP)
+    [step] = await service.log.records.read("0", 10, 1)
+    assert step.fields["sequences"] == 2
+
+
 async def test_a_checkpoint_that_is_deleted_as_it_is_read_changes_nothing(
     service: Service, redis: Redis, run_id: str, tmp_path: Path
 ) -> None:

@@ -259,11 +259,11 @@ class ModelLearner:
         if kept:
             logger.info("model %s: executing %d requests again", lane, len(kept))
         replay = Replay()
-        for place in kept:
-            began, payload = time.monotonic(), await self._log.payload(place)
-            self._execute({place: Request.unpack(payload)}, again=True)
-            replay = replay.and_then(time.monotonic() - began, len(payload))
-        self._report.meters.replayed(lane)
+        with self._report.meters.replaying(lane):
+            for place in kept:
+                began, payload = time.monotonic(), await self._log.payload(place)
+                self._execute({place: Request.unpack(payload)}, again=True)
+                replay = replay.and_then(time.monotonic() - began, len(payload))
         self._replay[lane] = replay
         if lane in self._engine.models:
             self._newest[lane] = max(seq, *(place.seq for place in kept)) if kept else seq
