@@ -282,6 +282,36 @@ async def gone(path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
+class LastAnswer(RequestLog):
+    """The log of a learner that is killed around its first answer."""
+
+    def __init__(self, redis: Redis, name: str, answered: bool) -> None:
+        super().__init__(redis, name)
+        self._answered, self.killed = answered, asyncio.Event()
+
+    async def finish(self, *given: Any, **options: Any) -> bool:
+        if self._answered:
+            await super().finish(*given, **options)
+        self.killed.set()
+        return await asyncio.Future()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_kill_around_an_unload_leaves_no_model(answered: bool, service: Service, redis: Redis, run_id: str) -> None:
+    async with service.learner(replay_seconds=0.0):
+        await service.ask(CREATE, batch(1))
+    log, unload = service.log, in_lane(MODEL, 2)
+    await log.submit(unload, Request("unload_model", {}).pack())
+    service.log = last = LastAnswer(redis, run_id, answered)
+    async with asyncio.timeout(60), service.learner():
+        await last.killed.wait()
+    service.log = log
+    async with service.learner():
+        assert await log.result(unload.id, 60.0) == json_result(type="unload_model", model_id=MODEL)
+    assert States(service.root, 1).unfinished() == [] and await log.kept(MODEL) == []
+    assert [line.fields["kind"] for line in await log.records.read("0", 10, 1)] == ["done"]
+
+
 async def test_checkpoints_expire(service: Service) -> None:
     async with service.learner():
         results = await service.ask(*LOOP, save("short", ttl=0.001), save("long", ttl=3600))

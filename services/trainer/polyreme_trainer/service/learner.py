@@ -152,9 +152,9 @@ class ModelLearner:
         began, at = time.monotonic(), time.time()
         for place, request in requests.items():
             if request.op == "unload_model":
+                await self._unload(place.lane)  # before its answer, after which nothing would repeat it
                 result = json_result(type="unload_model", model_id=place.lane)
                 await self._log.finish(place, result, record=self._report.unloaded(place.lane))
-                await self._unload(place.lane)
                 return
             await (self._make_room() if request.op in CREATES else self._recover(place.lane))
         begun = dict(zip(requests, await self._log.begin(list(requests)), strict=True))
