@@ -336,10 +336,7 @@ class ModelLearner:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        try:
-            self._load_state(lane, folder, facts)
-        except FileNotFoundError:
-            raise ModelLostError("expected a saved checkpoint; found one that was deleted while it was read") from None
+        self._load_state(lane, folder, facts)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _load_state(self, lane: str, folder: Path, facts: Facts) -> None:
