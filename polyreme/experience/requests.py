@@ -34,6 +34,8 @@ full: the log has no room now. quota: the tenant has too many open requests."""
 
 TENANT_DIGITS = 16
 """The hexadecimal digits of a tenant, a digest of its key."""
+LOAD = ":load"
+"""The end of the id of a request with which a model waits until the sampler has loaded its weights."""
 MAX_NAMES = 10_000
 """Most records of a group that can be listed, the newest ones."""
 MAX_BEGUN = STARTS_WITHOUT_MEMORY - 1
@@ -71,9 +73,11 @@ def queue_state(id: str, begun: Sequence[str]) -> QueueState:
 
 
 def in_turns(waiting: Sequence[LogPlace]) -> list[LogPlace]:
-    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order."""
+    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order, after those that
+    its model waits for."""
     count = Counter[str]()
     ranks = []
+    waiting = sorted(waiting, key=lambda place: not place.id.endswith(LOAD))
     for place in waiting:
         ranks.append(count[tenant_in(place.id)])
         count[tenant_in(place.id)] += 1

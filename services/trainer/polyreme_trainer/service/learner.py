@@ -19,7 +19,7 @@ from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lan
 from polyreme.process.tasks import end_all
 from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import ModelLostError, TenantError
-from polyreme_trainer.service.folders import Facts
+from polyreme_trainer.service.folders import Facts, remove
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, name_of, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
@@ -236,11 +236,12 @@ class ModelLearner:
         return results
 
     async def _load(self, place: LogPlace, snapshot: Snapshot, result: bytes) -> None:
-        """Finishes a request once the sampler has loaded the snapshot that it wrote."""
+        """Finishes a request once the sampler has loaded the snapshot that it wrote, or deletes the snapshot."""
         assert self._canary is not None
         problem = await load_snapshot(self._log, place, snapshot, self._canary)
         if problem is not None:
             logger.error("model %s: %s", place.lane, problem)
+            remove(snapshot.folder)
         await self._log.finish(place, result if problem is None else failure(problem, "server"))
 
     async def _recover(self, lane: str) -> None:
