@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
+from polyreme.experience.store_errors import RefusedError
 from polyreme.process.tasks import end_all
 from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import ModelLostError, TenantError
@@ -27,7 +29,7 @@ from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_sna
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.tenant_engine import TenantEngine, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
-from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
+from polyreme_trainer.service.wire import ENDED, Request, batch_result, failure, json_result, parse_batch, read_batch
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +175,8 @@ class ModelLearner:
                 if keep and request.op in ("create_from", "load_weights"):
                     # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
                     self._save_state(place)
+                if request.op in CREATES and place.lane not in self._engine.models:
+                    await self._end_uncreated(place.lane)
                 await self._log.finish(place, results.get(place, failure(lost, "server")), keep, records.get(place))
                 if keep:
                     await self._kept(place, seconds, len(payloads[place]))
@@ -301,6 +305,12 @@ class ModelLearner:
         self._forget(lane)
         self._saved.pop(lane, None)
         self._states.remove(lane)
+        await self._log.end(lane)
+
+    async def _end_uncreated(self, lane: str) -> None:
+        """Frees the quota of a model that could not be created."""
+        with suppress(RefusedError):  # for want of memory in Redis; the record expires later
+            await self._log.set_record("model", lane, {ENDED: "not created"})
         await self._log.end(lane)
 
     async def _sweep(self) -> None:
