@@ -202,6 +202,30 @@ async def test_models_beyond_the_memory_are_on_disk(
     assert all(each[1:] == wanted[1:] for each in found.values()), "the first result has the model's name"
 
 
+@pytest.mark.parametrize("restarts", [True, False])
+@pytest.mark.parametrize("ranks", [(0, 4), (4, 0)])
+async def test_a_young_model_is_seen_by_one_that_cannot_be_beside_it(
+    ranks: tuple[int, int], restarts: bool, service: Service
+) -> None:
+    """One without a saved state, which is not in memory since a restart, or since a step that has spoilt it."""
+    create, other = (Request("create_model", {"lora": {**LORA, "rank": rank}}) for rank in ranks)
+    place = in_lane(MODEL.replace(":0", ":1"), 0)
+    for model, rank in zip((MODEL, place.lane), ranks, strict=True):
+        await service.log.set_record("model", model, {"tenant": "t", "rank": str(rank)})
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(service.learner())
+        await service.ask(create, batch(1), STEP)
+        if restarts:
+            await stack.aclose()
+            await stack.enter_async_context(service.learner())
+        else:
+            await service.ask(Request("optim_step", {"adam": {**ADAM, "learning_rate": 1e38}}))
+        await service.log.submit(place, other.pack())
+        refused = await service.log.result(place.id, 60.0)
+        assert refused is not None and b"shares the base model with no other" in refused
+        assert not any(b"error" in result for result in await service.ask(batch(1), STEP))
+
+
 async def test_a_full_disk_refuses_new_models_alone(service: Service) -> None:
     async with service.learner():
         await service.ask(*LOOP, save("named"))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from polyreme.config.trainer import LoraConfig
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
 from polyreme.experience.store_errors import RefusedError
@@ -160,7 +159,7 @@ class ModelLearner:
                 return
             await (self._make_room() if request.op in CREATES else self._recover(place.lane))
         begun = dict(zip(requests, await self._log.begin(list(requests)), strict=True))
-        results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
+        results = await self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
         records, count = self._report.executed(requests, at, time.time())
         counting = asyncio.create_task(count)
@@ -193,7 +192,7 @@ class ModelLearner:
             await self._log.forget(place.lane, place.seq)
             self._replay[place.lane] = Replay()
 
-    def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
+    async def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
         """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`: they have had
         their results."""
         results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
@@ -203,6 +202,7 @@ class ModelLearner:
                     raise TenantError("expected a model; found one that could not be created, or that was unloaded")
                 if request.op in CREATES and not again:
                     self._states.check_room()
+                    await self._check_alone(place.lane, request)
                 if request.op in BATCHES:
                     calls[place] = self._read_batch(place.lane, request)
                 else:
@@ -267,7 +267,7 @@ class ModelLearner:
         with self._report.meters.replaying(lane):
             for place in kept:
                 began, payload = time.monotonic(), await self._log.payload(place)
-                self._execute({place: Request.unpack(payload)}, again=True)
+                await self._execute({place: Request.unpack(payload)}, again=True)
                 replay = replay.and_then(time.monotonic() - began, len(payload))
         self._replay[lane] = replay
         if lane in self._engine.models:
@@ -321,10 +321,16 @@ class ModelLearner:
                 await self._unload(lane)
         self._states.sweep()
 
-    def _check_alone(self, lane: str, lora: LoraConfig | None) -> None:
-        """Raises TenantError when a new model and another one cannot be there together."""
-        models = {name: each for name, each in {**self._states.adapters(), **self._engine.models}.items() if name != lane}
-        if models and (lora is None or None in models.values()):
+    async def _check_alone(self, lane: str, request: Request) -> None:
+        """Raises TenantError when a new model and another one cannot be there together. Some are only in a state, or in their kept requests."""
+        created = request.op == "create_model"
+        lora = lora_of(request.fields["lora"], lane)[0] if created else self._read_checkpoint(request)[1].lora
+        whole = {name: each is None for name, each in {**self._states.adapters(), **self._engine.models}.items()}
+        for name in await self._log.lanes() - whole.keys():
+            if (record := await self._log.record("model", name)) is not None:
+                whole[name] = record.get("rank") == "0"
+        whole.pop(lane, None)
+        if whole and (lora is None or any(whole.values())):
             raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
 
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
@@ -332,18 +338,15 @@ class ModelLearner:
         critic = request.fields.get("critic", False)
         if critic and lora is None:
             raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")
-        self._check_alone(lane, lora)
         self._engine.create(lane, lora, seed, critic)
         return json_result(type="create_model", model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
         """Into a model, or as a new one. Raises ModelLostError when a client deletes the checkpoint meanwhile."""
         folder, facts = self._read_checkpoint(request)
-        if request.op == "create_from":
-            self._check_alone(lane, facts.lora)
-        elif facts.base_model != self._name(lane):
+        if request.op == "load_weights" and facts.base_model != self._name(lane):
             raise TenantError(f"expected a checkpoint of {self._name(lane)}; found one of {facts.base_model}")
-        elif facts.lora != self._engine.models[lane]:
+        if request.op == "load_weights" and facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
