@@ -9,6 +9,7 @@ Invariant: a request that is submitted again, before or after its execution or a
 
 import asyncio
 import math
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from polyreme.experience.metric_records import MetricRecord
 from polyreme.experience.scripts import Scripts, key
 from polyreme.experience.service_records import MAX_RECORDS, ServiceRecords, as_line
 from polyreme.process.lifecycle import until_set
+from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
 
 Worker = Literal["learner", "sampler"]
 QueueState = Literal["active", "paused_capacity"]
@@ -32,10 +34,13 @@ full: the log has no room now. quota: the tenant has too many open requests."""
 
 TENANT_DIGITS = 16
 """The hexadecimal digits of a tenant, a digest of its key."""
+LOAD = ":load"
+"""The end of the id of a request with which a model waits until the sampler has loaded its weights."""
 MAX_NAMES = 10_000
 """Most records of a group that can be listed, the newest ones."""
-MAX_BEGUN = 4
-"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others."""
+MAX_BEGUN = STARTS_WITHOUT_MEMORY - 1
+"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others: one more
+start without memory would end the service."""
 _POLL_SECONDS = 2.0
 
 
@@ -68,9 +73,11 @@ def queue_state(id: str, begun: Sequence[str]) -> QueueState:
 
 
 def in_turns(waiting: Sequence[LogPlace]) -> list[LogPlace]:
-    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order."""
+    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order, after those that
+    its model waits for."""
     count = Counter[str]()
     ranks = []
+    waiting = sorted(waiting, key=lambda place: not place.id.endswith(LOAD))
     for place in waiting:
         ranks.append(count[tenant_in(place.id)])
         count[tenant_in(place.id)] += 1
@@ -115,7 +122,8 @@ class RequestBounds:
         open: most open requests of a worker.
         lane_bytes: most bytes of a model's open and kept requests.
         result_seconds: how long a result can be read.
-        result_bytes: most bytes of a session's results. Beyond them the oldest are deleted before their time.
+        result_bytes: most bytes of the results of a session, or of a tenant's requests without one. Beyond them the oldest are deleted before
+            their time.
         record_seconds: how long a record lives that nobody renews.
     """
 
@@ -158,12 +166,13 @@ class RequestLog:
         """Counts the beginnings of each request's execution. Returns their numbers: above 1 after executions that ended with their process."""
         if not places:
             return []
-        return list(await self._scripts.call("begun", *(place.id for place in places), keys=[self._key("begun")]))
+        ids, nonce = [place.id for place in places], secrets.token_hex(8)
+        return list(await self._scripts.call("begun", nonce, *ids, keys=[self._key("begun")]))
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False, record: MetricRecord | None = None) -> bool:
         """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a restart executes it
         again unless a saved state includes it."""
-        client = place.id.partition(":")[0]
+        client = place.id.partition(":")[0] if ":" in place.id else tenant_in(place.id)
         names = [
             ("requests",),
             ("open", place.worker),
@@ -215,7 +224,7 @@ class RequestLog:
         """What waits for a worker, with the payloads of the requests after the arrival `after`, as many as have at most `most_bytes` bytes."""
         keys = [self._key("requests"), self._key("open", worker), self._key("begun")]
         ids, newest, begun, new = await self._scripts.call("waiting", str(after), most_bytes, keys=keys)
-        counts = {id.decode(): int(count) for id, count in zip(begun[::2], begun[1::2], strict=True)}
+        counts = {id.decode(): int(count.split()[0]) for id, count in zip(begun[::2], begun[1::2], strict=True)}
         payloads = {id.decode(): payload for id, payload in zip(new[::2], new[1::2], strict=True)}
         return Waiting([place_of(id.decode(), worker) for id in ids], float(newest), counts, payloads)
 

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from polyreme.experience.metric_records import MetricRecord, fields_of
 from polyreme.experience.scripts import Scripts, key
+from polyreme.experience.store_errors import RefusedError
 
 MAX_RECORDS = 10_000
 """Most records that wait for the observer."""
@@ -85,8 +86,12 @@ class ServiceRecords:
         await self.add(model, group.line())
 
     async def add(self, model: str, line: str) -> None:
-        """Adds a record, as JSON. `RequestLog.finish` adds that of a request, once, with its result."""
-        await self._redis.xadd(self.stream, {"model": model, "line": line}, maxlen=MAX_RECORDS)
+        """Adds a record, as JSON, or drops it while Redis has no memory. `RequestLog.finish` adds that of a request, once, with its result."""
+        try:
+            await self._redis.xadd(self.stream, {"model": model, "line": line}, maxlen=MAX_RECORDS)
+        except RefusedError as error:
+            if error.code != "OOM":
+                raise
 
     async def read(self, after: str, count: int, wait_ms: int) -> list[ModelLine]:
         """The records after the stream id `after`, in order, at most `count`; empty after `wait_ms` without one."""

@@ -47,9 +47,10 @@ def _refusal(code: str, reply: str) -> tuple[str, str, str]:
     match code:
         case "OOM":
             return (
-                "free memory in Redis for the experience log",
+                "free memory in Redis",
                 "Redis at its `maxmemory`",
-                "Raise maxmemory, or lower trainer.save_interval, so that groups are released sooner. Nothing was lost.",
+                "Raise maxmemory. In a run, a lower trainer.save_interval releases groups sooner; in a training service, requests leave as "
+                "they are executed, and results expire. Nothing was lost.",
             )
         case "READONLY" | "MISCONF":
             return "a Redis that accepts writes", reply, "Use the primary, not a replica, and check that its disk has room."

@@ -1,6 +1,10 @@
 #!lua flags=allow-oom
--- begun: counts a beginning of the execution of each request.
--- KEYS: common, then begun as in finish. ARGV: ids. Returns the beginnings of each.
+-- begun: counts a beginning of the execution of each request. A repeated nonce counts once.
+-- KEYS: common, then begun as in finish. ARGV: nonce of the call, ids. Returns the beginnings of each.
 local counts = {}
-for number, id in ipairs(ARGV) do counts[number] = redis.call('HINCRBY', KEYS[10], id, 1) end
+for number = 2, #ARGV do
+  local count, nonce = string.match(redis.call('HGET', KEYS[10], ARGV[number]) or '0', '^(%d+) ?(%S*)$')
+  counts[number - 1] = tonumber(count) + (nonce == ARGV[1] and 0 or 1)
+  redis.call('HSET', KEYS[10], ARGV[number], int(counts[number - 1]) .. ' ' .. ARGV[1])
+end
 return counts

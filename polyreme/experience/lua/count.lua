@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- count: adds to counters of the training service. A command that is repeated because its answer was lost counts twice.
 -- KEYS: common, then usage (hash: name and field -> amount). Writes it.
 -- ARGV: field, amount, field, amount, ...

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- use: reads a record of a tenant of the training service, and renews it. It writes, which waits for the disk, at most every ten seconds.
 -- KEYS: common, then the record (hash). Writes its expiry.
 -- ARGV: tenant, seconds. Returns the seconds after which it would have expired, and its fields and values; nothing if the tenant has none.

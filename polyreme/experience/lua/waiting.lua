@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom,no-writes
 -- waiting: what a worker of the training service has to do.
 -- KEYS: common, then requests, open, begun as in submit and finish. ARGV: arrival, most bytes of payloads.
 -- Returns the ids of the open requests by arrival, the arrival of the newest one, id and beginnings of those that have begun, and id and payload of

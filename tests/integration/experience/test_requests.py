@@ -6,9 +6,14 @@ import time
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.errors import StoreError
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.metric_records import StageStep
 from polyreme.experience.open_requests import OpenRequests
-from polyreme.experience.requests import LogPlace, RequestLog, in_lane
+from polyreme.experience.requests import TENANT_DIGITS, LogPlace, RequestLog, in_lane
+from polyreme.experience.service_records import SampledGroup
+from polyreme.experience.store import connect
+from support.proxy import at_port, bad_network, port_of
 
 
 @pytest.fixture
@@ -87,6 +92,15 @@ async def test_beginnings_are_counted_until_the_end(log: RequestLog) -> None:
     assert await log.begin([place]) == [1]
 
 
+async def test_a_beginning_whose_answer_was_lost_counts_once(redis_url: str, run_id: str) -> None:
+    async with bad_network("127.0.0.1", port_of(redis_url)) as proxy, await connect(at_port(redis_url, proxy.port)) as client:
+        log, places = RequestLog(client, run_id), [in_lane("m", 0), in_lane("n", 0)]
+        for number in (1, 2, 3):
+            proxy.lose = 1
+            assert await log.begin(places) == [number, number] and proxy.lose == 0
+        assert (await log.waiting("learner", 0.0, 0)).begun == {"m:0": 3, "n:0": 3}
+
+
 async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
     await log.set_record("session", "s", {"a": "1"})
     assert (await log.record("session", "s"), await log.record("model", "s")) == ({"a": "1"}, None)
@@ -95,6 +109,15 @@ async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
     assert found is not None and found[0] == {"tenant": "one", "b": "2"} and abs(found[1] - time.time()) < 60
     assert await log.use_record("two", "session", "t") is None
     assert await log.use_record("one", "session", "none") is None
+
+
+async def test_a_tenants_results_without_a_session_have_one_bound(log: RequestLog) -> None:
+    log.limits.result_bytes = 10
+    places = [LogPlace(f"{'a' * TENANT_DIGITS}-{number}", "sampler") for number in range(5)]
+    for place in places:
+        await log.submit(place, b"")
+        await log.finish(place, b"x" * 4)
+    assert [await log.result(place.id) for place in places] == [None] * 3 + [b"x" * 4] * 2
 
 
 async def test_a_record_comes_with_the_first_result(log: RequestLog) -> None:
@@ -148,3 +171,21 @@ async def test_many_bytes_stay_in_the_log_until_they_are_taken(log: RequestLog) 
         read = await log.waiting("sampler", 0.0, 5)
         assert requests.places == places and list(read.payloads) == ["s:0"]
         assert await requests.take(places) == [b"xy" + bytes([number]) for number in range(4)]
+
+
+async def test_a_full_server_still_executes_and_answers(own_server: EmbeddedServer) -> None:
+    """It takes no further request, and drops the samples of the page."""
+    async with await connect(own_server.url) as client:
+        log, place = RequestLog(client, "full"), in_lane("m", 0)
+        await log.set_record("model", "m", {"tenant": "t"})
+        await log.submit(place, b"a")
+        await client.config_set("maxmemory", "1")
+        with pytest.raises(StoreError, match="training service"):
+            await log.submit(in_lane("m", 1), b"b")
+        assert (await log.waiting("learner", 0.0, 10)).payloads == {place.id: b"a"}
+        log.limits.record_seconds += 60  # which renews the record
+        assert await log.use_record("t", "model", "m") is not None
+        assert await log.begin([place]) == [1]
+        await log.records.count({"t": {"steps": 1}})
+        await log.records.add_sampled("m", SampledGroup("w", "p", 1, 0.0, 1.0, []))
+        assert await log.finish(place, b"answer") and await log.result(place.id) == b"answer"

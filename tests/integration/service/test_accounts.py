@@ -13,7 +13,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.requests import RequestLog, place_of
 from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.http_answers import tenant_with
-from support.simulated_service import BASE, api
+from support.simulated_service import BASE, api, simulated_service
 
 ALICE, BOB = "tml-alice", "tml-bob"
 ACCOUNTS = Accounts(
@@ -67,6 +67,23 @@ async def test_a_tenant_has_so_many_sessions_and_models(client: Client) -> None:
     await client.post(ALICE, "unload_model", model_id=models[0])
     await client.model(ALICE, first, 2)
     await client.session(BOB)
+
+
+async def test_a_model_that_could_not_be_created_is_not_counted(redis: Redis, run_id: str, tmp_path: Path) -> None:
+    """What follows it is answered, too, and a repetition has its answer."""
+    log = RequestLog(redis, run_id)
+    serving = simulated_service(redis, run_id, tmp_path, 0, ACCOUNTS)
+    async with serving as address, log.following(), httpx.AsyncClient(base_url=address) as http:
+        client = Client(http, log)
+        session = (await client.session(ALICE))["session_id"]
+        for number in (0, 1, 2, 2):
+            model = await client.model(ALICE, session, number)
+            failed = await log.result(model["request_id"], 60.0)
+            assert failed is not None and b"GiB of models on disk" in failed
+        step = await client.post(ALICE, "optim_step", model_id=model["model_id"], seq_id=1)
+        failed = await log.result(step["request_id"], 60.0)
+        assert failed is not None and b"could not be created" in failed
+    assert [await redis.ttl(key) > 0 async for key in redis.scan_iter(f"*lane:{session}:*")] == [True] * 3
 
 
 async def test_a_tenant_has_so_many_requests_that_wait(client: Client) -> None:

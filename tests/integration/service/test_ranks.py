@@ -1,6 +1,7 @@
 """The training service's engine on several ranks against one rank: numbers, and states that pass from one layout to another."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from polyreme.config.trainer import LoraConfig, ParallelConfig
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall
 from polyreme_trainer.service.engine import ServiceEngine
+from polyreme_trainer.service.errors import ModelLostError
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
 from support.models import tiny_family_model
@@ -74,6 +76,7 @@ def train(engine: ServiceEngine, folder: Path, other: Path | None) -> dict[str, 
     for name in LORAS:  # `c` has a gradient that waits for its step
         (folder / f"state-{name}").mkdir(exist_ok=True)
         engine.save(name, folder / f"state-{name}", gradient=True)
+    lose_one_file(engine, folder / "state-c", folder / "state-lost")
     again = []
     for attempt in ("kept", "loaded"):
         engine.load("c", folder / "state-c", LORAS["c"][0], 2) if attempt == "loaded" else None
@@ -84,6 +87,17 @@ def train(engine: ServiceEngine, folder: Path, other: Path | None) -> dict[str, 
         engine.load("d", other / "state-c", LORAS["c"][0], 2)
         numbers += [*compute(engine, {"d": batches(9)["c"]}), stepped(engine, "d", made / "moved")]
     return {"numbers": numbers, "again": again}
+
+
+def lose_one_file(engine: ServiceEngine, state: Path, copy: Path) -> None:
+    """Loads a state that lacks the file of rank 0, which every rank refuses."""
+    if engine.ranks.leads:
+        shutil.copytree(state, copy, ignore=shutil.ignore_patterns("state-0.*"))
+    if not engine.ranks.alone:
+        torch.distributed.barrier()
+    with pytest.raises(ModelLostError):
+        engine.load("lost", copy, LORAS["c"][0], 2)
+    engine.remove("lost")
 
 
 def train_whole(engine: ServiceEngine, folder: Path) -> list[float]:

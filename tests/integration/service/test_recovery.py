@@ -13,8 +13,11 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import RequestLog, in_lane
-from polyreme_trainer.service.folders import Folders
+from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.folders import Facts, Folders
 from polyreme_trainer.service.learner import ModelLearner
+from polyreme_trainer.service.messages import SavedModel
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request, json_result
 from support.simulated_service import BASE, engine
@@ -115,6 +118,15 @@ async def test_a_step_that_spoils_the_weights_leaves_the_model_as_it_was(
     assert found == wanted
 
 
+@pytest.mark.parametrize("replay_seconds", [20.0, 0.0], ids=["from its requests", "from its state"])
+async def test_a_batch_before_a_spoilt_step_counts_once(replay_seconds: float, service: Service) -> None:
+    spoils = Request("optim_step", {"adam": {**ADAM, "learning_rate": 1e38}})
+    async with service.learner(replay_seconds=replay_seconds):
+        await service.ask(CREATE, batch(1), spoils, batch(2), STEP)
+    [step] = await service.log.records.read("0", 10, 1)
+    assert step.fields["sequences"] == 2
+
+
 async def test_a_checkpoint_that_is_deleted_as_it_is_read_changes_nothing(
     service: Service, redis: Redis, run_id: str, tmp_path: Path
 ) -> None:
@@ -190,6 +202,30 @@ async def test_models_beyond_the_memory_are_on_disk(
     assert all(each[1:] == wanted[1:] for each in found.values()), "the first result has the model's name"
 
 
+@pytest.mark.parametrize("restarts", [True, False])
+@pytest.mark.parametrize("ranks", [(0, 4), (4, 0)])
+async def test_a_young_model_is_seen_by_one_that_cannot_be_beside_it(
+    ranks: tuple[int, int], restarts: bool, service: Service
+) -> None:
+    """One without a saved state, which is not in memory since a restart, or since a step that has spoilt it."""
+    create, other = (Request("create_model", {"lora": {**LORA, "rank": rank}}) for rank in ranks)
+    place = in_lane(MODEL.replace(":0", ":1"), 0)
+    for model, rank in zip((MODEL, place.lane), ranks, strict=True):
+        await service.log.set_record("model", model, {"tenant": "t", "rank": str(rank)})
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(service.learner())
+        await service.ask(create, batch(1), STEP)
+        if restarts:
+            await stack.aclose()
+            await stack.enter_async_context(service.learner())
+        else:
+            await service.ask(Request("optim_step", {"adam": {**ADAM, "learning_rate": 1e38}}))
+        await service.log.submit(place, other.pack())
+        refused = await service.log.result(place.id, 60.0)
+        assert refused is not None and b"shares the base model with no other" in refused
+        assert not any(b"error" in result for result in await service.ask(batch(1), STEP))
+
+
 async def test_a_full_disk_refuses_new_models_alone(service: Service) -> None:
     async with service.learner():
         await service.ask(*LOOP, save("named"))
@@ -202,6 +238,15 @@ async def test_a_full_disk_refuses_new_models_alone(service: Service) -> None:
         assert refused is not None and b"GiB of models on disk" in refused
         [step] = await service.ask(STEP)
         assert b"error" not in step
+
+
+async def test_records_of_the_page_leave_room_for_models(service: Service) -> None:
+    service.limit = 1 << 20
+    (folder := service.root / f"{MODEL}1" / "samples").mkdir(parents=True)
+    (folder / "served_1-0.jsonl").write_bytes(b" " * (2 << 20))
+    async with service.learner():
+        [created] = await service.ask(CREATE)
+    assert b"error" not in created
 
 
 async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service) -> None:
@@ -261,6 +306,36 @@ async def gone(path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
+class LastAnswer(RequestLog):
+    """The log of a learner that is killed around its first answer."""
+
+    def __init__(self, redis: Redis, name: str, answered: bool) -> None:
+        super().__init__(redis, name)
+        self._answered, self.killed = answered, asyncio.Event()
+
+    async def finish(self, *given: Any, **options: Any) -> bool:
+        if self._answered:
+            await super().finish(*given, **options)
+        self.killed.set()
+        return await asyncio.Future()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_kill_around_an_unload_leaves_no_model(answered: bool, service: Service, redis: Redis, run_id: str) -> None:
+    async with service.learner(replay_seconds=0.0):
+        await service.ask(CREATE, batch(1))
+    log, unload = service.log, in_lane(MODEL, 2)
+    await log.submit(unload, Request("unload_model", {}).pack())
+    service.log = last = LastAnswer(redis, run_id, answered)
+    async with asyncio.timeout(60), service.learner():
+        await last.killed.wait()
+    service.log = log
+    async with service.learner():
+        assert await log.result(unload.id, 60.0) == json_result(type="unload_model", model_id=MODEL)
+    assert States(service.root, 1).unfinished() == [] and await log.kept(MODEL) == []
+    assert [line.fields["kind"] for line in await log.records.read("0", 10, 1)] == ["done"]
+
+
 async def test_checkpoints_expire(service: Service) -> None:
     async with service.learner():
         results = await service.ask(*LOOP, save("short", ttl=0.001), save("long", ttl=3600))
@@ -290,6 +365,23 @@ async def test_checkpoints_have_a_share_of_the_disk(service: Service) -> None:
     assert [each.name.name for each in Folders(service.root).kept(MODEL)] == ["named", "second"]
 
 
+def test_a_save_that_is_refused_deletes_nothing(tmp_path: Path) -> None:
+    """And one that replaces a checkpoint has its room."""
+    states = States(tmp_path, 10_000)
+
+    def write(name: str, nbytes: int, seq: int, overwrite: bool = False) -> None:
+        facts = Facts(BASE, None, seq, 0, created=seq, is_named=name != "unnamed")
+        data, saved = b" " * nbytes, SavedModel(MODEL, "weights", name)
+        states.save(saved, lambda folder: (folder / "file").write_bytes(data), facts, overwrite)
+
+    write("unnamed", 500, 1)
+    write("large", 6000, 2)
+    with pytest.raises(TenantError, match="GiB of checkpoints"):
+        write("larger", 7000, 3)
+    write("large", 6000, 4, overwrite=True)
+    assert [each.name.name for each in states.kept(MODEL)] == ["unnamed", "large"]
+
+
 async def test_results_have_a_bound_for_each_session(service: Service) -> None:
     """A client that reads nothing: the oldest results go first, and another session's stay."""
     service.log.limits.result_bytes = 1000
@@ -305,3 +397,16 @@ async def test_results_have_a_bound_for_each_session(service: Service) -> None:
     assert await service.log.result(other.id) is not None
     assert await service.log.is_past(f"{MODEL}:0") and not await service.log.is_past(f"{MODEL}:30")
     assert await service.log.submit(in_lane(MODEL, 0), CREATE.pack()) == "gone"
+
+
+async def test_a_request_that_ended_two_learners_fails(service: Service) -> None:
+    """Before the service ends because its learner lacks memory at every start."""
+    for number, begun in enumerate((STARTS_WITHOUT_MEMORY - 2, STARTS_WITHOUT_MEMORY - 1)):
+        place = in_lane(MODEL.replace(":0", f":{number}"), 0)
+        await service.log.set_record("model", place.lane, {"tenant": "t"})
+        await service.log.submit(place, CREATE.pack())
+        for _ in range(begun):
+            await service.log.begin([place])
+        async with service.learner():
+            result = await service.log.result(place.id, 60.0)
+        assert result is not None and (b'"category": "server"' in result) == (begun == STARTS_WITHOUT_MEMORY - 1)

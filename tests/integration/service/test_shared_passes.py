@@ -4,6 +4,7 @@ engine."""
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
+from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
 from polyreme_trainer.service.snapshots import SnapshotProbe
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.wire import Request
+from polyreme_trainer.service.wire import Request, failure
 from polyreme_trainer.testing.simulated_tenants import SimulatedTenantEngine
 from support.simulated_service import BASE, LONGEST, VOCAB, engine, sample
 
@@ -118,11 +120,33 @@ async def test_a_snapshot_is_loaded_before_its_answer(log: RequestLog, tmp_path:
 
 
 async def test_a_snapshot_that_samples_otherwise_is_refused(log: RequestLog, tmp_path: Path) -> None:
-    stop = asyncio.Event()
+    """And is gone, so that the same name can be saved again."""
+    stop, save = asyncio.Event(), Request("save_weights_for_sampler", SAVE)
     sampling = asyncio.create_task(sample(log, stop))
     async with learning(log, tmp_path, SnapshotProbe.of(VOCAB, LONGEST, "float32")):
         await results(log, await submit(log, 0, a=CREATE))
-        [answer] = await results(log, await submit(log, 1, a=Request("save_weights_for_sampler", SAVE)))
-    assert b"mismatch_kl" in answer and b'"server"' in answer
+        answers = await results(log, [*await submit(log, 1, a=save), *await submit(log, 2, a=save)])
+    assert all(b"mismatch_kl" in answer and b'"server"' in answer for answer in answers) and len(answers) == 2
+    assert Folders(tmp_path).kept(MODELS[0]) == []
     stop.set()
     await sampling
+
+
+async def test_a_failure_of_the_sampler_is_told_as_it_is(log: RequestLog, tmp_path: Path) -> None:
+    async with asyncio.timeout(60), learning(log, tmp_path, SnapshotProbe.of(VOCAB, LONGEST, "float32")):
+        await results(log, await submit(log, 0, a=CREATE))
+        [saved] = await submit(log, 1, a=Request("save_weights_for_sampler", SAVE))
+        ask, event = LogPlace(f"{saved.id}:load", "sampler"), "0"
+        while not await log.finish(ask, failure("no space left", "server")):
+            event, _ = await log.wait("sampler", event)
+        assert await results(log, [saved]) == [failure("no space left", "server")]
+
+
+async def test_a_snapshot_without_a_sampler_is_noted(log: RequestLog, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    canary = SnapshotProbe.of(VOCAB, LONGEST, "float32")
+    async with learning(log, tmp_path, replace(canary, seconds=0.0)):
+        await results(log, await submit(log, 0, a=CREATE))
+        [saved] = await submit(log, 1, a=Request("save_weights_for_sampler", SAVE))
+        [answer] = await results(log, [saved])
+    assert b"tinker://" in answer
+    assert any(saved.id in record.message for record in caplog.records if record.levelname == "WARNING")

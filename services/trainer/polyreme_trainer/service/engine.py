@@ -10,7 +10,7 @@ two calls, a model's gradient is summed over the ranks, and each keeps its part 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -37,7 +37,7 @@ from polyreme_trainer.megatron.parallel.reshard import WEIGHTS, Read
 from polyreme_trainer.megatron.training.optimizer import Adam, WeightsLostError
 from polyreme_trainer.megatron.training.roles import LossTerm, Role, every
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall, plan_passes
-from polyreme_trainer.service.errors import ModelLostError, TenantError
+from polyreme_trainer.service.errors import CHECKPOINT_LOST, ModelLostError, TenantError
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
 
@@ -184,10 +184,19 @@ class ServiceEngine:
             torch.distributed.barrier()
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
-        """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without moments."""
+        """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without moments. Raises
+        ModelLostError, on every rank, when one of them finds no file."""
         self.remove(name)
         self.create(name, lora, 0, critic)
-        self._restore(self._resident[name], steps, *read_parts(folder, self._model.trained_arch, self._model.rank))
+        found = None
+        with suppress(FileNotFoundError):
+            found = read_parts(folder, self._model.trained_arch, self._model.rank)
+        missing = torch.tensor(float(found is None), device=self._engine.shard.device)
+        if self._layout.ranks > 1:
+            torch.distributed.all_reduce(missing)
+        if found is None or missing:
+            raise ModelLostError(CHECKPOINT_LOST)
+        self._restore(self._resident[name], steps, *found)
 
     def _restore(self, tenant: _Tenant, steps: int, read: Read, kinds: Iterable[str]) -> None:
         """Sets a model to what `read` reads. It is the one that is trained."""

@@ -1,5 +1,8 @@
 """The errors that a tenant of the training service can act on."""
 
+CHECKPOINT_LOST = "expected a saved checkpoint; found one that was deleted while it was read"
+"""Message of a ModelLostError."""
+
 
 class TenantError(Exception):
     """A request that cannot be executed. Its message is the answer, with the category `user`. The model is as before the request."""

@@ -9,17 +9,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from polyreme.config.trainer import LoraConfig
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
+from polyreme.experience.store_errors import RefusedError
 from polyreme.process.tasks import end_all
 from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import ModelLostError, TenantError
-from polyreme_trainer.service.folders import Facts
+from polyreme_trainer.service.folders import Facts, remove
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, name_of, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
@@ -27,7 +28,7 @@ from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_sna
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.tenant_engine import TenantEngine, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
-from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
+from polyreme_trainer.service.wire import ENDED, Request, batch_result, failure, json_result, parse_batch, read_batch
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +153,13 @@ class ModelLearner:
         began, at = time.monotonic(), time.time()
         for place, request in requests.items():
             if request.op == "unload_model":
+                await self._unload(place.lane)  # before its answer, after which nothing would repeat it
                 result = json_result(type="unload_model", model_id=place.lane)
                 await self._log.finish(place, result, record=self._report.unloaded(place.lane))
-                await self._unload(place.lane)
                 return
             await (self._make_room() if request.op in CREATES else self._recover(place.lane))
         begun = dict(zip(requests, await self._log.begin(list(requests)), strict=True))
-        results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
+        results = await self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
         records, count = self._report.executed(requests, at, time.time())
         counting = asyncio.create_task(count)
@@ -173,6 +174,8 @@ class ModelLearner:
                 if keep and request.op in ("create_from", "load_weights"):
                     # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
                     self._save_state(place)
+                if request.op in CREATES and place.lane not in self._engine.models:
+                    await self._end_uncreated(place.lane)
                 await self._log.finish(place, results.get(place, failure(lost, "server")), keep, records.get(place))
                 if keep:
                     await self._kept(place, seconds, len(payloads[place]))
@@ -189,7 +192,7 @@ class ModelLearner:
             await self._log.forget(place.lane, place.seq)
             self._replay[place.lane] = Replay()
 
-    def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
+    async def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
         """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`: they have had
         their results."""
         results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
@@ -199,6 +202,7 @@ class ModelLearner:
                     raise TenantError("expected a model; found one that could not be created, or that was unloaded")
                 if request.op in CREATES and not again:
                     self._states.check_room()
+                    await self._check_alone(place.lane, request)
                 if request.op in BATCHES:
                     calls[place] = self._read_batch(place.lane, request)
                 else:
@@ -236,11 +240,12 @@ class ModelLearner:
         return results
 
     async def _load(self, place: LogPlace, snapshot: Snapshot, result: bytes) -> None:
-        """Finishes a request once the sampler has loaded the snapshot that it wrote."""
+        """Finishes a request once the sampler has loaded the snapshot that it wrote, or deletes the snapshot."""
         assert self._canary is not None
         problem = await load_snapshot(self._log, place, snapshot, self._canary)
         if problem is not None:
             logger.error("model %s: %s", place.lane, problem)
+            remove(snapshot.folder)
         await self._log.finish(place, result if problem is None else failure(problem, "server"))
 
     async def _recover(self, lane: str) -> None:
@@ -259,11 +264,11 @@ class ModelLearner:
         if kept:
             logger.info("model %s: executing %d requests again", lane, len(kept))
         replay = Replay()
-        for place in kept:
-            began, payload = time.monotonic(), await self._log.payload(place)
-            self._execute({place: Request.unpack(payload)}, again=True)
-            replay = replay.and_then(time.monotonic() - began, len(payload))
-        self._report.meters.replayed(lane)
+        with self._report.meters.replaying(lane):
+            for place in kept:
+                began, payload = time.monotonic(), await self._log.payload(place)
+                await self._execute({place: Request.unpack(payload)}, again=True)
+                replay = replay.and_then(time.monotonic() - began, len(payload))
         self._replay[lane] = replay
         if lane in self._engine.models:
             self._newest[lane] = max(seq, *(place.seq for place in kept)) if kept else seq
@@ -302,6 +307,12 @@ class ModelLearner:
         self._states.remove(lane)
         await self._log.end(lane)
 
+    async def _end_uncreated(self, lane: str) -> None:
+        """Frees the quota of a model that could not be created."""
+        with suppress(RefusedError):  # for want of memory in Redis; the record expires later
+            await self._log.set_record("model", lane, {ENDED: "not created"})
+        await self._log.end(lane)
+
     async def _sweep(self) -> None:
         """Deletes expired checkpoints, and what is left of models whose records have expired."""
         for lane in {*self._engine.models, *self._states.unfinished(), *await self._log.lanes()}:
@@ -310,10 +321,16 @@ class ModelLearner:
                 await self._unload(lane)
         self._states.sweep()
 
-    def _check_alone(self, lane: str, lora: LoraConfig | None) -> None:
-        """Raises TenantError when a new model and another one cannot be there together."""
-        models = {name: each for name, each in {**self._states.adapters(), **self._engine.models}.items() if name != lane}
-        if models and (lora is None or None in models.values()):
+    async def _check_alone(self, lane: str, request: Request) -> None:
+        """Raises TenantError when a new model and another one cannot be there together. Some are only in a state, or in their kept requests."""
+        created = request.op == "create_model"
+        lora = lora_of(request.fields["lora"], lane)[0] if created else self._read_checkpoint(request)[1].lora
+        whole = {name: each is None for name, each in {**self._states.adapters(), **self._engine.models}.items()}
+        for name in await self._log.lanes() - whole.keys():
+            if (record := await self._log.record("model", name)) is not None:
+                whole[name] = record.get("rank") == "0"
+        whole.pop(lane, None)
+        if whole and (lora is None or any(whole.values())):
             raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
 
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
@@ -321,25 +338,19 @@ class ModelLearner:
         critic = request.fields.get("critic", False)
         if critic and lora is None:
             raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")
-        self._check_alone(lane, lora)
         self._engine.create(lane, lora, seed, critic)
         return json_result(type="create_model", model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
         """Into a model, or as a new one. Raises ModelLostError when a client deletes the checkpoint meanwhile."""
         folder, facts = self._read_checkpoint(request)
-        if request.op == "create_from":
-            self._check_alone(lane, facts.lora)
-        elif facts.base_model != self._name(lane):
+        if request.op == "load_weights" and facts.base_model != self._name(lane):
             raise TenantError(f"expected a checkpoint of {self._name(lane)}; found one of {facts.base_model}")
-        elif facts.lora != self._engine.models[lane]:
+        if request.op == "load_weights" and facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        try:
-            self._load_state(lane, folder, facts)
-        except FileNotFoundError:
-            raise ModelLostError("expected a saved checkpoint; found one that was deleted while it was read") from None
+        self._load_state(lane, folder, facts)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _load_state(self, lane: str, folder: Path, facts: Facts) -> None:

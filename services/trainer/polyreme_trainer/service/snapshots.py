@@ -1,5 +1,7 @@
 """A snapshot for samplers is loaded by the sampler, and compared with the learner, before its client hears of it."""
 
+import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -8,22 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience.requests import LogPlace, RequestLog
+from polyreme.experience.requests import LOAD, LogPlace, RequestLog
 from polyreme_trainer.learner.gates import LIMITS
 from polyreme_trainer.service.batch import Batch, FloatArray, LossCall
 from polyreme_trainer.service.wire import Request
 
+logger = logging.getLogger(__name__)
+
 CANARY_TOKENS = 16
 LOAD_SECONDS = 60.0
-"""How long a snapshot waits for a sampler that is busy or starts again. Its first request loads it then."""
 
 
 @dataclass(frozen=True)
 class SnapshotProbe:
-    """The sequence on which learner and sampler are compared, int64 [n], and the largest `mismatch_kl` between them."""
+    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many seconds a snapshot
+    waits for a sampler that is busy or starts again. Its first request loads it then."""
 
     ids: NDArray[np.int64]
     limit: float
+    seconds: float = LOAD_SECONDS
 
     @classmethod
     def of(cls, vocabulary: int, longest: int, dtype: str) -> Self:
@@ -64,7 +69,7 @@ async def load_snapshot(log: RequestLog, place: LogPlace, snapshot: Snapshot, ca
     Args:
         place: the request that has written it.
     """
-    ask = LogPlace(f"{place.id}:load", "sampler")
+    ask = LogPlace(f"{place.id}{LOAD}", "sampler")
     fields = {
         "weights": str(snapshot.folder),
         "prompt": canary.ids.tolist(),
@@ -74,10 +79,11 @@ async def load_snapshot(log: RequestLog, place: LogPlace, snapshot: Snapshot, ca
     }
     plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop_ids": [], "stop_strings": []}
     await log.submit(ask, Request("sample", fields | plain).pack())
-    found = await log.result(ask.id, LOAD_SECONDS)
+    found = await log.result(ask.id, canary.seconds)
     if found is None:
+        logger.warning("%s: no answer of the sampler within %g s; its weights are not compared", place.id, canary.seconds)
         return None
     if found[:1] != b"P":
-        return found[1:].decode()
+        return str(json.loads(found[1:])["error"])
     sampled = np.frombuffer(pb.SampleResponse.FromString(found[1:]).prompt_logprobs, "<f4")[1:]
     return canary.mismatch(snapshot.logprobs, sampled)

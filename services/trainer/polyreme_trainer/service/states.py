@@ -57,7 +57,7 @@ class States(Folders):
         with new_directory(self.folder(checkpoint)) as folder:
             write(folder)
             (folder / FACTS).write_text(facts.to_json())
-            self._make_room(size(folder))
+            self._make_room(checkpoint, size(folder))
         if not facts.is_named:
             for old in [each for each in self.kept(checkpoint.model) if not each.facts.is_named][: -self._unnamed]:
                 remove(self.folder(old.name))
@@ -73,7 +73,7 @@ class States(Folders):
 
     def check_room(self) -> None:
         """Raises TenantError when states and checkpoints take all of the disk's share."""
-        if (total := sum(size(self.root / model) for model in self.models())) >= self._limit:
+        if (total := sum(size(folder) for model in self.models() for folder in self._saved_in(model))) >= self._limit:
             raise TenantError(
                 f"expected less than {self._limit / 2**30:.3g} GiB of models on disk; found {total / 2**30:.3g}. "
                 "Unload some, or delete checkpoints."
@@ -89,26 +89,31 @@ class States(Folders):
             for folder in (self.root / model).glob("*weights/[!.]*"):
                 if (facts := Facts.read(folder)) is not None and facts.is_expired:
                     remove(folder)
-            for folder in (*((self.root / model / kind) for kind in get_args(Kind)), self._states(model), self.root / model):
+            for folder in (*self._saved_in(model), self.root / model):
                 with suppress(OSError):  # something is in it
                     folder.rmdir()
 
-    def _make_room(self, needed: int) -> None:
-        """Deletes checkpoints without a name, the oldest first, until `needed` more bytes are within the limit. Raises TenantError."""
-        kept = sorted((each for model in self.models() for each in self.kept(model)), key=lambda each: each.facts.created)
-        total = needed + sum(each.nbytes for each in kept)
-        for each in kept:
+    def _make_room(self, checkpoint: SavedModel, needed: int) -> None:
+        """Deletes checkpoints without a name, the oldest first, until one of `needed` bytes is within the limit. Raises TenantError, and deletes none,
+        when those with a name leave no room."""
+        others = [each for model in self.models() for each in self.kept(model) if each.name != checkpoint]
+        if (named := needed + sum(each.nbytes for each in others if each.facts.is_named)) > self._limit:
+            raise TenantError(
+                f"expected at most {self._limit / 2**30:.3g} GiB of checkpoints; found {named / 2**30:.3g} with this one. "
+                "Delete some, or give them a ttl."
+            )
+        total = needed + sum(each.nbytes for each in others)
+        for each in sorted(others, key=lambda each: each.facts.created):
             if total > self._limit and not each.facts.is_named:
                 remove(self.folder(each.name))
                 total -= each.nbytes
-        if total > self._limit:
-            raise TenantError(
-                f"expected at most {self._limit / 2**30:.3g} GiB of checkpoints; found {total / 2**30:.3g} with this one. "
-                "Delete some, or give them a ttl."
-            )
 
     def _states(self, model: str) -> Path:
         return self.root / model / "states"
+
+    def _saved_in(self, model: str) -> list[Path]:
+        """The folders of a model's checkpoints and states. What else is in its directory is the observer's."""
+        return [*(self.root / model / kind for kind in get_args(Kind)), self._states(model)]
 
     def _saved(self, model: str) -> list[Path]:
         """The model's states, the oldest first."""

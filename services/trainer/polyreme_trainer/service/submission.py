@@ -9,10 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
-from polyreme_trainer.service.wire import ARRIVED, Request
+from polyreme_trainer.service.wire import ARRIVED, ENDED, UNLOADED, Request
 
-ENDED = "finished"
-"""Field of a session that is finished, or a model that is unloaded."""
 _AGAIN, _GONE, _FULL = 409, 410, 429
 _UNLOAD = "unload_model"
 _TRIES = 100
@@ -43,7 +41,7 @@ async def unload(log: RequestLog, model: str) -> LogPlace:
         place = in_lane(model, await log.submitted(model) + 1)
         became = await log.submit(place, Request(_UNLOAD, {}).pack())
         if became == "new":
-            await log.set_record("model", model, {ENDED: "unloaded"})
+            await log.set_record("model", model, {ENDED: UNLOADED})
             return place
         if became == "full":
             break

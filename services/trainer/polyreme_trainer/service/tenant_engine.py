@@ -61,6 +61,9 @@ class TenantEngine(Protocol):
             lora: the adapters of the state.
             steps: the optimizer steps of the state; 0: without its moments.
             critic: whether it is a critic's.
+
+        Raises:
+            ModelLostError: the directory was deleted meanwhile.
         """
         ...
 

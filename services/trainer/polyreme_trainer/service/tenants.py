@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from polyreme.experience.requests import RequestLog
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import CreateSession
-from polyreme_trainer.service.submission import ENDED
+from polyreme_trainer.service.wire import ENDED, UNLOADED
 
 Record = Mapping[str, str]
 _ENDS = {"session": "Finish", "model": "Unload", "agent session": "End"}
@@ -100,7 +100,7 @@ class Tenants:
     async def model(self, tenant: str, name: str) -> TenantModel:
         """Raises HTTPException for an unknown model."""
         record, used = await self._used(tenant, "model", name)
-        about = json.loads(record["metadata"]), used, ENDED in record
+        about = json.loads(record["metadata"]), used, record.get(ENDED) == UNLOADED
         return TenantModel(name, record["base_model"], int(record["rank"]), *about)
 
     async def add_sampling(self, tenant: str, session: str, number: int, path: str) -> str:

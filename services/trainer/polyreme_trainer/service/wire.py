@@ -22,6 +22,9 @@ from polyreme_trainer.service.losses import SPECS
 
 ARRIVED = "arrived"
 """Field of every request: the Unix time at which the API took it."""
+ENDED = "finished"
+"""Field of the record of a session that is finished, or a model that is UNLOADED or could not be created: its quota is free."""
+UNLOADED = "unloaded"
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.service.batch import Batch, BatchResult, FloatArray, LossCall
-from polyreme_trainer.service.errors import ModelLostError, TenantError
+from polyreme_trainer.service.errors import CHECKPOINT_LOST, ModelLostError, TenantError
 from polyreme_trainer.service.messages import AdamSettings
 
 WEIGHT = "weight"
@@ -79,7 +79,10 @@ class SimulatedTenantEngine:
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
         self.executed.append("load")
-        kept = {kind: array.tobytes() for kind, array in load_file(folder / _STATE).items()}
+        try:
+            kept = {kind: array.tobytes() for kind, array in load_file(folder / _STATE).items()}
+        except FileNotFoundError:
+            raise ModelLostError(CHECKPOINT_LOST) from None
         moments = kept[_MOMENTS] if steps else _NOTHING
         self._models[name] = _Model(lora, kept[_WEIGHTS], steps, moments, kept.get(_GRADIENT, _NOTHING), critic)
 

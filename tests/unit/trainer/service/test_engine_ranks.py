@@ -14,7 +14,7 @@ from polyreme.config.trainer import LoraConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.leader import LeaderError, Ranks
 from polyreme_trainer.service.batch import Batch, LossCall, pack_call, read_call
-from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.errors import ModelLostError, TenantError
 from polyreme_trainer.service.messages import AdamSettings
 from polyreme_trainer.service.ranks import LeadingEngine, follow
 from polyreme_trainer.testing.simulated_tenants import SimulatedTenantEngine
@@ -55,6 +55,8 @@ async def lead(engine: LeadingEngine, folder: Path) -> None:
         wrong = LossCall(Batch([np.array([99])], [np.array([5])], {}), "cross_entropy", {})
         assert isinstance(told.forward({"a": wrong})["a"], TenantError)
         assert told.optim_step("a", ADAM)[1] == 1 == told.steps("a")
+        with pytest.raises(ModelLostError):
+            told.load("c", folder / "deleted", LORA, 1)
         told.load("c", folder, LORA, 1)
         told.remove("b")
         assert told.models == {"a": LORA, "c": LORA}

@@ -50,10 +50,10 @@ def test_the_times_of_a_step_add_up_to_the_time_since_the_last() -> None:
 
 def test_what_a_restart_executes_again_is_not_reported() -> None:
     meters = StepMeters()
-    meters.add_batch("a", batch([1, 1]), 4.0)
-    meters.add_step("a", 0.5, 0.01, 1)
-    meters.add_batch("a", batch([1]), 3.0)
-    meters.replayed("a")
+    with meters.replaying("a"):
+        meters.add_batch("a", batch([1, 1]), 4.0)
+        meters.add_step("a", 0.5, 0.01, 1)
+        meters.add_batch("a", batch([1]), 3.0)
     assert meters.take_tokens("a") == 0
     assert meters.executed("a", 0.0, 0.0, 1.0) is None
     meters.add_step("a", 0.5, 0.01, 2)

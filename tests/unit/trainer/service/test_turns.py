@@ -66,6 +66,12 @@ def test_sampling_is_fair_to_tenants() -> None:
     assert [place.id for place in in_turns(waiting)] == [f"{ALICE}:0", f"{BOB}:0", f"{ALICE}:1", f"{ALICE}:2"]
 
 
+def test_what_a_model_waits_for_is_sampled_first() -> None:
+    """In its tenant's turn."""
+    waiting = [LogPlace(id, "sampler") for id in (f"{BOB}:0", f"{BOB}:1", f"{ALICE}:0", f"{ALICE}:1", f"{ALICE}:0:load")]
+    assert [waiting.index(place) for place in in_turns(waiting)] == [4, 0, 1, 2, 3]
+
+
 def test_a_request_is_active_while_its_tenant_has_its_turn() -> None:
     assert queue_state(f"{ALICE}:1", []) == "active"
     assert queue_state(f"{ALICE}:1", [f"{BOB}:0", f"{ALICE}:0"]) == "active"

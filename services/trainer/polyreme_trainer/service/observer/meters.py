@@ -3,7 +3,8 @@
 Invariant: pure. The times of a step add up to the time since the step before: executing, in the queue, and without a request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +49,13 @@ class StepMeters:
         """Counts an optimizer step, which ends what the meter measures. `steps`: of the optimizer."""
         self._moved[model] = self._meters.pop(model, _Meter()), {"grad_norm": norm, "lr": lr, "optimizer_steps": float(steps)}
 
-    def replayed(self, model: str) -> None:
-        """Forgets what a restart has executed again, except for the next optimizer step."""
+    @contextmanager
+    def replaying(self, model: str) -> Iterator[None]:
+        """What the block executes again counts for the next optimizer step alone, and only if this process has not counted it before."""
+        counted = self._meters.pop(model, None)
+        yield
+        if counted is not None:
+            self._meters[model] = counted
         self._moved.pop(model, None)
         self._tokens.pop(model, None)
 
