@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from polyreme.config.trainer import LoraConfig
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
 from polyreme.experience.store_errors import RefusedError
@@ -324,7 +325,7 @@ class ModelLearner:
     async def _check_alone(self, lane: str, request: Request) -> None:
         """Raises TenantError when a new model and another one cannot be there together. Some are only in a state, or in their kept requests."""
         created = request.op == "create_model"
-        lora = lora_of(request.fields["lora"], lane)[0] if created else self._read_checkpoint(request)[1].lora
+        lora = _adapters(lane, request)[0] if created else self._read_checkpoint(request)[1].lora
         whole = {name: each is None for name, each in {**self._states.adapters(), **self._engine.models}.items()}
         for name in await self._log.lanes() - whole.keys():
             if (record := await self._log.record("model", name)) is not None:
@@ -334,11 +335,8 @@ class ModelLearner:
             raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
 
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
-        lora, seed = lora_of(request.fields["lora"], lane)
-        critic = request.fields.get("critic", False)
-        if critic and lora is None:
-            raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")
-        self._engine.create(lane, lora, seed, critic)
+        lora, seed = _adapters(lane, request)
+        self._engine.create(lane, lora, seed, request.fields.get("critic", False))
         return json_result(type="create_model", model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
@@ -413,3 +411,11 @@ class ModelLearner:
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")
+
+
+def _adapters(lane: str, request: Request) -> tuple[LoraConfig | None, int]:
+    """As `lora_of`, of a new model. Raises TenantError also for a critic without adapters."""
+    lora, seed = lora_of(request.fields["lora"], lane)
+    if request.fields.get("critic", False) and lora is None:
+        raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")
+    return lora, seed
