@@ -42,6 +42,8 @@ def _paddlenlp(row: Fields) -> dict[str, object]:
     asked, told = ([each] if isinstance(each, str) else list(each) for each in (row["src"], row["tgt"]))
     if len(asked) == 1 and len(told) == 1:
         return {"prompt": asked[0], "answer": told[0]}
+    if len(asked) - len(told) not in (0, 1):
+        raise ValueError(f"{len(asked)} texts in src and {len(told)} in tgt, not as many or one fewer")
     turns = [{"role": role, "content": text} for both in zip(asked, told, strict=False) for role, text in _named(both)]
     if len(asked) == len(told) + 1:
         return {"prompt": [*turns, {"role": "user", "content": asked[-1]}]}

@@ -95,6 +95,8 @@ def test_a_row_of_another_format_is_named() -> None:
     no_prompt = {"chosen": "x", "rejected": "y"}
     for name, row in (
         ("verl", {"prompt": "q"}),
+        ("paddlenlp", {"src": ["q"], "tgt": ["a", "a"]}),
+        ("paddlenlp", {"src": ["q", "q", "q"], "tgt": ["a"]}),
         ("trl-pair", differing),
         ("hh-rlhf", no_prompt),
         ("hh-rlhf", {"chosen": "x", "rejected": 1}),
