@@ -15,6 +15,7 @@ from polyreme.config.recipes.presets import PRESETS
 from polyreme.config.recipes.recipe import TokenTis
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
+from polyreme.dataset.source import as_sources
 from polyreme.errors import ConfigError
 from support.configs import algorithm, run_config
 
@@ -232,6 +233,20 @@ def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
     assert config.data.train == tmp_path / "prompts.jsonl"
     assert config.data.eval == tmp_path / "elsewhere" / "held_out.jsonl"
     assert config.run_dir == tmp_path / "runs" / "run"
+
+
+def test_a_name_in_the_file_is_no_path_where_an_override_is(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree["model"]["path"] = "owner/model"
+    tree["data"]["train"] = [{"path": "owner/data"}]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "elsewhere" / "owner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(tmp_path / "run.yaml", ["iterations=3", "group_size=4"])
+    assert (config.model.path, as_sources(config.data.train)[0].path) == (Path("owner/model"), Path("owner/data"))
+    here = load_config(tmp_path / "run.yaml", ["model.path=owner/model", "iterations=3"])
+    assert here.model.path == tmp_path / "elsewhere" / "owner" / "model"
 
 
 def test_a_reward_has_one_source(tree: dict[str, Any]) -> None:
