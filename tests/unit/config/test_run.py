@@ -213,12 +213,14 @@ def test_overrides_are_yaml_values_at_dotted_keys(
     assert read(load_config(written(tmp_path, tree), [override])) == value
 
 
-@pytest.mark.parametrize(("text", "expected"), [("a: [", "YAML"), ("- 1", "a mapping"), ("", "a mapping")])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a: [", "YAML"), ("a: 1\n---\nb: 2", "YAML"), ("- 1", "a mapping"), ("", "a mapping")]
+)
 def test_a_file_that_is_not_a_configuration_is_an_error(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "run.yaml")
-    assert caught.value.expected.startswith(expected)
+    assert caught.value.expected.startswith(expected) and str(tmp_path / "run.yaml") in str(caught.value)
 
 
 def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
