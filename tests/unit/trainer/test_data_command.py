@@ -140,6 +140,15 @@ def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixtu
     assert found["leaks"].startswith("1 ")
 
 
+def test_prompts_with_a_response_are_reported_as_prompts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, train = report(capsys, config), config.parent / "train.jsonl"
+    rows = [json.loads(line) | {"response": "4"} for line in train.read_text().splitlines()]
+    write(train, rows)
+    assert report(capsys, config) == report(capsys, config, train) == plain
+    write(config.parent / "sft.jsonl", rows[:1])
+    assert "[trained:]" in report(capsys, config, config.parent / "sft.jsonl")["example"]
+
+
 def test_the_report_of_a_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(config.parent / "pairs.jsonl", [{"prompt": "1=", "chosen": "2", "rejected": "3"}] * 2)
     stage = config.parent / "stage.yaml"
