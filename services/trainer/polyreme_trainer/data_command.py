@@ -120,6 +120,8 @@ def convert(
     source = resolve_path(source, TRAINING, "SOURCE")
     if target.exists():
         raise ConfigError(f"no file {target} yet", "one is there", "Choose another target, or remove the file.")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"a folder for {target}", "none", "Create it, or choose another target.")
     kinds = {each.name: each for each in FORMATS}
     if format is not None and format not in kinds:
         raise ConfigError(f"--format {', '.join(kinds)}", format, "Choose one of these.")

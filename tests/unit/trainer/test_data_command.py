@@ -191,6 +191,13 @@ def test_parquet_of_verl_becomes_our_columns(tmp_path: Path, capsys: pytest.Capt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "rows.parquet"]
 
 
+def test_a_conversion_into_no_folder_is_refused(config: Path) -> None:
+    target = config.parent / "none" / "ours.jsonl"
+    with pytest.raises(ConfigError) as error:
+        convert(config.parent / "train.jsonl", target)
+    assert str(target) in error.value.expected
+
+
 def test_token_ids_become_texts(config: Path) -> None:
     folder = config.parent
     template = Template(model_files(), DataConfig(train=Path()))
