@@ -26,7 +26,7 @@ class PolyremeError(Exception):
         self.expected, self.found, self.do = expected, found, do
 
     def __str__(self) -> str:
-        if self.found.startswith("expected "):  # a forwarded error: its own message is complete
+        if self.found.startswith("expected ") and "; found " in self.found:  # a forwarded error: its own message is complete
             return self.found
         return f"expected {self.expected}; found {self.found}. {self.do}"
 

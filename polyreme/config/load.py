@@ -27,6 +27,10 @@ from polyreme.errors import ConfigError
 AnySection = TypeVar("AnySection", bound=Section)
 
 
+class _Name(str):
+    """A text that was found to be a name where it was given, and stays one."""
+
+
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a run's YAML file and applies `a.b=value` overrides (values in YAML syntax).
 
@@ -197,9 +201,11 @@ def _resolved(path: str, base: Path) -> str:
 
 def _resolved_or_name(path: str, base: Path) -> str:
     """The absolute path, or the text as it is when it can only be a name: no file has it, and no folder or script could make one."""
+    if isinstance(path, _Name):
+        return path
     folder = path.partition("/")[0]
     is_ours = (base / path).exists() or (base / folder).exists() or (base / "prepare.py").exists()
-    return path if split_name(path) is not None and not is_ours else _resolved(path, base)
+    return _Name(path) if split_name(path) is not None and not is_ours else _resolved(path, base)
 
 
 def _explain(error: ErrorDetails, schema: type[Section]) -> str:

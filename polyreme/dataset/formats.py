@@ -42,6 +42,8 @@ def _paddlenlp(row: Fields) -> dict[str, object]:
     asked, told = ([each] if isinstance(each, str) else list(each) for each in (row["src"], row["tgt"]))
     if len(asked) == 1 and len(told) == 1:
         return {"prompt": asked[0], "answer": told[0]}
+    if len(asked) - len(told) not in (0, 1):
+        raise ValueError(f"{len(asked)} texts in src and {len(told)} in tgt, not as many or one fewer")
     turns = [{"role": role, "content": text} for both in zip(asked, told, strict=False) for role, text in _named(both)]
     if len(asked) == len(told) + 1:
         return {"prompt": [*turns, {"role": "user", "content": asked[-1]}]}
@@ -52,8 +54,12 @@ def _named(both: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
     return ("user", both[0]), ("assistant", both[1])
 
 
-def _instruction(row: Fields) -> str:
-    return str(row["instruction"] + (f"\n{row['input']}" if row.get("input") else ""))
+def _instruction(row: Fields) -> object:
+    """The prompt of an instruction: a text, or messages if LLaMA-Factory's columns have a system message or earlier turns."""
+    asked = str(row["instruction"] + (f"\n{row['input']}" if row.get("input") else ""))
+    turns = [("system", row["system"])] if row.get("system") else []
+    turns += [turn for both in row.get("history") or () for turn in _named(both)]
+    return [{"role": role, "content": text} for role, text in (*turns, ("user", asked))] if turns else asked
 
 
 def _alpaca(row: Fields) -> dict[str, object]:
@@ -116,13 +122,13 @@ FORMATS = (
     Format("paddlenlp", ("src", "tgt"), _paddlenlp),
     Format("sharegpt-pair", ("conversations", "chosen", "rejected"), _sharegpt_pair, ("system",)),
     Format("sharegpt", ("conversations",), _sharegpt, ("system",)),
-    Format("alpaca", ("instruction", "output"), _alpaca, ("input",)),
+    Format("alpaca", ("instruction", "output"), _alpaca, ("input", "system", "history")),
     Format("openrlhf", ("input", "label"), lambda row: {"prompt": row["input"], "answer": row["label"]}),
     Format("openrlhf-sft", ("input", "output"), lambda row: {"prompt": row["input"], "response": row["output"]}),
     Format("mindspeed", ("problem", "answer"), lambda row: {"prompt": row["problem"], "answer": row["answer"]}),
     Format("trl-completion", ("prompt", "completion"), _completion),
     Format("pairs", ("prompt", "chosen", "rejected"), dict),
-    Format("alpaca-pair", ("instruction", "chosen", "rejected"), _alpaca_pair, ("input",)),
+    Format("alpaca-pair", ("instruction", "chosen", "rejected"), _alpaca_pair, ("input", "system", "history")),
     Format("orca-pair", ("question", "chosen", "rejected"), _question_pair, ("system",)),
     Format("trl-pair", ("chosen.0.role", "rejected.0.role"), _pair_of_messages),
     Format("hh-rlhf", ("chosen", "rejected"), _human_assistant),

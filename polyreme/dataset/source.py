@@ -103,7 +103,8 @@ def files_of(path: Path) -> list[Path]:
         DataError: there is none, or a directory has several splits or formats.
     """
     if re.search(r"[*?]", str(path)) and not path.exists():
-        found = sorted(each for each in map(Path, glob(str(path))) if each.is_file())
+        pattern = str(path).replace("[", "[[]")  # of a folder's name
+        found = sorted(each for each in map(Path, glob(pattern)) if each.is_file())
     elif path.is_dir():
         found = _files_in(path)
     else:

@@ -264,7 +264,14 @@ def exit_on_signals() -> None:
         signal.signal(number, on_signal)
 
 
-def _disk_full(error: OSError) -> PolyremeError:
+def _of_files(error: OSError) -> PolyremeError:
+    """What the user can do about an error of a disk, or of the rights to a file."""
+    if error.errno == errno.EACCES:
+        return PolyremeError(
+            f"access to {error.filename}",
+            error.strerror or str(error),
+            "Check owner and mode of it and of the folders above it, or choose another path.",
+        )
     return PolyremeError(
         "writable files",
         str(error),
@@ -281,9 +288,9 @@ def exit_on_error(program: str) -> Iterator[None]:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        if error.errno not in _UNWRITABLE and not (error.errno == errno.EACCES and error.filename):
             raise
-        print(f"{program}: error: {_disk_full(error)}", file=sys.stderr, flush=True)
+        print(f"{program}: error: {_of_files(error)}", file=sys.stderr, flush=True)
         sys.exit(PolyremeError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

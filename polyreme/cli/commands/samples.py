@@ -39,8 +39,8 @@ def samples(
     reader, kind = RunReader(run_dir), "eval" if evaluation else "train"
     if reader.config().get("stage", SERVICE) != SERVICE:
         raise ConfigError(f"a run with samples at {run_dir}", "a stage, which generates none", "Pass the directory of a run.")
-    scores, lengths = _range("--reward", reward), _range("--tokens", tokens)
-    chosen = _range("--iteration", None if iteration == "newest" else iteration)
+    scores, lengths = _range("--reward", reward), _range("--tokens", tokens, whole=True)
+    chosen = _range("--iteration", None if iteration == "newest" else iteration, whole=True)
     reader.catch_up()
     if iteration in (None, "newest"):
         newest = reader.newest_step(kind)
@@ -94,10 +94,14 @@ def _shown(value: object) -> str:
     return shortened(str(value), 1000)
 
 
-def _range(option: str, text: str | None) -> Range:
+def _range(option: str, text: str | None, *, whole: bool = False) -> Range:
     if text is None:
         return EVERYTHING
     try:
-        return parse_range(text)
+        bounds = parse_range(text)
+        if whole and any(bound is not None and bound % 1 for bound in bounds):
+            raise ValueError(text)
     except ValueError:
-        raise ConfigError(f"{option} as {_RANGE}", repr(text), "Fix the option.") from None
+        numbers = ", of whole numbers" if whole else ""
+        raise ConfigError(f"{option} as {_RANGE}{numbers}", repr(text), "Fix the option.") from None
+    return bounds

@@ -1,13 +1,14 @@
 """`polyreme status`: one line for each run below some folders or in a Redis, or for each model of a training service.
 
-Invariant: it changes no run. A run that is both in a folder and in Redis has one line, with the data of Redis.
+Invariant: it changes no run. One that cannot be read hides no other. A run that is both in a folder and in Redis has one line, with the data of Redis.
 """
 
 import asyncio
 import json
+import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from typing import Annotated
 import typer
 
 from polyreme.display.report import duration
+from polyreme.errors import ConfigError
 from polyreme.experience.listing import list_runs
 from polyreme.experience.store import connected
 from polyreme.net.redis_url import redis_option
@@ -22,6 +24,8 @@ from polyreme.rundir.reader import run_directories
 from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
 from polyreme.rundir.service_status import ModelStatus, ServiceState, is_running, model_statuses
 from polyreme.terminal.terminal import TerminalConsole, fitted
+
+logger = logging.getLogger(__name__)
 
 MODELS = ("TENANT", "MODEL", "STATE", "STEPS", "LOSS", "TRAINED", "SAMPLED", "QUEUED", "UPDATED")
 HEADER = ("RUN", "STATE", "ITERATION", "RESULT", "REWARD", "REPLICAS", "UPDATED", "PLACE")
@@ -47,8 +51,7 @@ def status(
         )
         console.print("\n".join(told), soft_wrap=True)
     folders = [folder for folder in folders if folder not in services]
-    directories = (directory for folder in folders for directory in run_directories(folder))
-    by_id = {found.run_id: found for found in map(directory_status, directories)}
+    by_id = {found.run_id: found for found in _in_directories([each for folder in folders for each in run_directories(folder)])}
     if redis:
         by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
     found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))
@@ -93,6 +96,17 @@ def service_lines(
         for each in models
     ]
     return [head, *(fitted(MODELS, rows, width) if rows else ["no models"])]
+
+
+def _in_directories(directories: Sequence[Path]) -> Iterator[RunStatus]:
+    """The runs of some directories. One that cannot be read is reported and skipped, if it is not the only one."""
+    for directory in directories:
+        try:
+            yield directory_status(directory)
+        except ConfigError as error:
+            if len(directories) == 1:
+                raise
+            logger.warning("cannot read the run in %s: %s", directory, error)
 
 
 async def _of_redis(url: str) -> list[RunStatus]:

@@ -92,9 +92,10 @@ EVERYTHING: Range = (None, None)
 def parse_range(text: str) -> Range:
     """A range from "5", "3:10", "3:" or ":10". Raises ValueError."""
     low, colon, high = text.partition(":")
-    if not colon:
-        return float(low), float(low)
-    return (float(low) if low else None), (float(high) if high else None)
+    bounds = [float(bound) if bound or not colon else None for bound in (low, high if colon else low)]
+    if not all(bound is None or abs(bound) < 2**53 for bound in bounds):  # nor is NaN a bound
+        raise ValueError(text)
+    return bounds[0], bounds[1]
 
 
 def sample_query(kind: str, iterations: Range, score: Range, tokens: Range, text: str, order: str = "oldest") -> SampleQuery:

@@ -33,7 +33,7 @@ from polyreme.rundir.input_files import read_model_files
 from polyreme.terminal.completion import one_of
 from polyreme.terminal.progress_bar import bar
 from polyreme_trainer.data.prompts import Example
-from polyreme_trainer.data.report import Report, report_prompts, report_rows
+from polyreme_trainer.data.report import Report, are_examples, report_examples, report_prompts, report_rows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.stages.table import TABLE
 
@@ -73,6 +73,8 @@ def check(
     def report_of(sources: Sources) -> Report:
         if isinstance(resolved, StageConfig):
             return report_rows(sources, resolved, template, TABLE[resolved.stage].read)
+        if sources == file and file.resolve() != resolved.data.train and are_examples(sources, resolved.data):
+            return report_examples(sources, resolved, template)
         return report_prompts(sources, resolved, template, declared_tools(resolved))
 
     found = report(file or resolved.data.train)
@@ -118,6 +120,8 @@ def convert(
     source = resolve_path(source, TRAINING, "SOURCE")
     if target.exists():
         raise ConfigError(f"no file {target} yet", "one is there", "Choose another target, or remove the file.")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"a folder for {target}", "none", "Create it, or choose another target.")
     kinds = {each.name: each for each in FORMATS}
     if format is not None and format not in kinds:
         raise ConfigError(f"--format {', '.join(kinds)}", format, "Choose one of these.")

@@ -1,5 +1,6 @@
 """The command line from a user's perspective: real processes, their messages and exit codes."""
 
+import errno
 import socket
 import subprocess
 import sys
@@ -144,6 +145,15 @@ def test_a_full_disk_is_an_error_without_a_traceback(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="1"), exit_on_error("polyreme"), open("/dev/full", "w", buffering=1) as full:
         full.write("more than fits\n")
     assert capsys.readouterr().err.startswith("polyreme: error: expected writable files; found [Errno 28] No space")
+
+
+def test_a_file_without_rights_is_an_error_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied", "folder/model")
+    with pytest.raises(SystemExit, match="1"), exit_on_error("polyreme"):
+        raise refused
+    assert capsys.readouterr().err.startswith("polyreme: error: expected access to folder/model; found Permission denied. ")
+    with pytest.raises(PermissionError), exit_on_error("polyreme"):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_audit_needs_a_run(tmp_path: Path) -> None:

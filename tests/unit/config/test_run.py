@@ -15,6 +15,7 @@ from polyreme.config.recipes.presets import PRESETS
 from polyreme.config.recipes.recipe import TokenTis
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
+from polyreme.dataset.source import as_sources
 from polyreme.errors import ConfigError
 from support.configs import algorithm, run_config
 
@@ -212,12 +213,14 @@ def test_overrides_are_yaml_values_at_dotted_keys(
     assert read(load_config(written(tmp_path, tree), [override])) == value
 
 
-@pytest.mark.parametrize(("text", "expected"), [("a: [", "YAML"), ("- 1", "a mapping"), ("", "a mapping")])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a: [", "YAML"), ("a: 1\n---\nb: 2", "YAML"), ("- 1", "a mapping"), ("", "a mapping")]
+)
 def test_a_file_that_is_not_a_configuration_is_an_error(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "run.yaml")
-    assert caught.value.expected.startswith(expected)
+    assert caught.value.expected.startswith(expected) and str(tmp_path / "run.yaml") in str(caught.value)
 
 
 def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
@@ -232,6 +235,20 @@ def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
     assert config.data.train == tmp_path / "prompts.jsonl"
     assert config.data.eval == tmp_path / "elsewhere" / "held_out.jsonl"
     assert config.run_dir == tmp_path / "runs" / "run"
+
+
+def test_a_name_in_the_file_is_no_path_where_an_override_is(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree["model"]["path"] = "owner/model"
+    tree["data"]["train"] = [{"path": "owner/data"}]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "elsewhere" / "owner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(tmp_path / "run.yaml", ["iterations=3", "group_size=4"])
+    assert (config.model.path, as_sources(config.data.train)[0].path) == (Path("owner/model"), Path("owner/data"))
+    here = load_config(tmp_path / "run.yaml", ["model.path=owner/model", "iterations=3"])
+    assert here.model.path == tmp_path / "elsewhere" / "owner" / "model"
 
 
 def test_a_reward_has_one_source(tree: dict[str, Any]) -> None:

@@ -54,6 +54,12 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("alpaca", {"instruction": "do", "input": "x", "output": "y"}, {"prompt": "do\nx", "response": "y"}),
     ("alpaca", {"instruction": "do", "output": "y"}, {"prompt": "do", "response": "y"}),
     (
+        "alpaca",
+        {"instruction": "q", "input": "", "output": "y", "system": "s", "history": [["q", "a"]]},
+        {"prompt": [{"role": "system", "content": "s"}, ASKED, ANSWERED, ASKED], "response": "y"},
+    ),
+    ("alpaca", {"instruction": "q", "output": "y", "system": "", "history": []}, {"prompt": "q", "response": "y"}),
+    (
         "alpaca-pair",
         {"instruction": "do", "input": "x", "chosen": "a", "rejected": "b"},
         {"prompt": "do\nx", "chosen": "a", "rejected": "b"},
@@ -95,6 +101,8 @@ def test_a_row_of_another_format_is_named() -> None:
     no_prompt = {"chosen": "x", "rejected": "y"}
     for name, row in (
         ("verl", {"prompt": "q"}),
+        ("paddlenlp", {"src": ["q"], "tgt": ["a", "a"]}),
+        ("paddlenlp", {"src": ["q", "q", "q"], "tgt": ["a"]}),
         ("trl-pair", differing),
         ("hh-rlhf", no_prompt),
         ("hh-rlhf", {"chosen": "x", "rejected": 1}),

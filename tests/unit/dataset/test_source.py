@@ -135,6 +135,13 @@ def test_a_directory_of_several_splits_needs_a_choice(tmp_path: Path) -> None:
         files_of(tmp_path / "both" / "train")
 
 
+def test_brackets_in_a_path_are_no_pattern(tmp_path: Path) -> None:
+    for name in ("set 1", "set [1]"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train-0.jsonl").write_text(json.dumps({"name": name}))
+    assert [row.fields["name"] for row in read_objects(tmp_path / "set [1]" / "train-*.jsonl")] == ["set [1]"]
+
+
 def test_splits_share_no_row_and_leave_none_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": number % 150}) + "\n" for number in range(300)))

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,3 +151,14 @@ def test_the_command_prints_json(done: Path) -> None:
     assert result.exit_code == 0, result.output
     [line] = result.stdout.splitlines()
     assert json.loads(line)["state"] == "done" and json.loads(line)["value"] == 0.3
+
+
+def test_a_damaged_run_hides_no_other(done: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(done, tmp_path / "whole")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "run.json").write_text("{")
+    result = CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path), "--json"])
+    assert [json.loads(line)["place"] for line in result.stdout.splitlines()] == [str(tmp_path / "whole")]
+    assert str(tmp_path / "damaged") in caplog.text
+    alone = CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path / "damaged")])
+    assert isinstance(alone.exception, ConfigError)

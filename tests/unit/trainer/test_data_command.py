@@ -140,6 +140,15 @@ def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixtu
     assert found["leaks"].startswith("1 ")
 
 
+def test_prompts_with_a_response_are_reported_as_prompts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, train = report(capsys, config), config.parent / "train.jsonl"
+    rows = [json.loads(line) | {"response": "4"} for line in train.read_text().splitlines()]
+    write(train, rows)
+    assert report(capsys, config) == report(capsys, config, train) == plain
+    write(config.parent / "sft.jsonl", rows[:1])
+    assert "[trained:]" in report(capsys, config, config.parent / "sft.jsonl")["example"]
+
+
 def test_the_report_of_a_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(config.parent / "pairs.jsonl", [{"prompt": "1=", "chosen": "2", "rejected": "3"}] * 2)
     stage = config.parent / "stage.yaml"
@@ -180,6 +189,13 @@ def test_parquet_of_verl_becomes_our_columns(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(ConfigError, match="Choose one"):
         convert(tmp_path / "rows.parquet", tmp_path / "other.jsonl", "unknown")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "rows.parquet"]
+
+
+def test_a_conversion_into_no_folder_is_refused(config: Path) -> None:
+    target = config.parent / "none" / "ours.jsonl"
+    with pytest.raises(ConfigError) as error:
+        convert(config.parent / "train.jsonl", target)
+    assert str(target) in error.value.expected
 
 
 def test_token_ids_become_texts(config: Path) -> None:

@@ -69,10 +69,8 @@ def read_labelled(sources: Sources, data: PreferenceData, template: Template, li
 
     def judged() -> Iterator[Judged]:
         for where, fields in islice(read_objects(sources), limit):
-            prompt = prompt_in(fields, where, data)
-            answer = read_answer(
-                column(fields, data.response_key, where, "data.response_key"), f"{data.response_key!r} in {where}"
-            )
+            prompt, what = prompt_in(fields, where, data), f"{data.response_key!r} in {where}"
+            answer = read_answer(structured(column(fields, data.response_key, where, "data.response_key"), what, data), what)
             yield Judged(where, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))})
 
     rows = _assemble(judged(), sources, data, template, examples_of)

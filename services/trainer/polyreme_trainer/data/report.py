@@ -75,10 +75,25 @@ class Report:
         return [(where, other.prompts[digest]) for digest, where in self.prompts.items() if digest in other.prompts]
 
 
+def are_examples(sources: Sources, data: DataConfig) -> bool:
+    """Whether the first row of data that the configuration may not name is one of a warm start. Raises DataError."""
+    first = next(read_objects(sources)).fields
+    return RESPONSE in first or (MESSAGES in first and value_at(first, data.prompt_key) is None)
+
+
+def report_examples(sources: Sources, config: RunConfig, template: Template) -> Report:
+    """Reports on the examples of a run's warm start. Raises DataError."""
+    found = Report(config.rollout.max_model_len)
+    for examples in chunks(read_examples(sources, config.data)):
+        for each, example in zip(examples, encode_examples(examples, template, _ALL), strict=True):
+            found.add(each.where, [example])
+    return found
+
+
 def report_prompts(
     sources: Sources, config: RunConfig, template: Template, declared: Mapping[str, Message] | None = None
 ) -> Report:
-    """Reports on the prompts of a run or, for rows with a `response`, on the examples of its warm start.
+    """Reports on the prompts of a run.
 
     Args:
         declared: the tools, by name, that an episode declares in addition. Lengths are without them, as their limit is. None: no tools.
@@ -86,13 +101,6 @@ def report_prompts(
     Raises:
         DataError: a row is unusable.
     """
-    first = next(read_objects(sources)).fields
-    if RESPONSE in first or (MESSAGES in first and value_at(first, config.data.prompt_key) is None):
-        found = Report(config.rollout.max_model_len)
-        for examples in chunks(read_examples(sources, config.data)):
-            for each, example in zip(examples, encode_examples(examples, template, _ALL), strict=True):
-                found.add(each.where, [example])
-        return found
     found, data = Report(config.data.max_prompt_tokens, unlabelled=0), config.data.model_copy(update={"max_prompt_tokens": _ALL})
     labels = LabelCount()
     for rows in chunks(read_rows(sources, data)):

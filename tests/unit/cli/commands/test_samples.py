@@ -65,10 +65,24 @@ def test_the_command_prints_the_newest_iteration_and_the_files_own_lines(run_dir
     lines = [json.loads(line) for line in piped.stdout.splitlines()]
     assert len(lines) == 8
     assert lines[0] == json.loads((run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()[0])
-    refused = runner.invoke(app, ["samples", str(run_dir), "--reward", "good"])
-    assert isinstance(refused.exception, ConfigError)
     empty = runner.invoke(app, ["samples", str(run_dir), "--reward", "7"])
     assert empty.stdout == "no samples match\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("reward", "good"),
+        ("reward", "nan"),
+        ("iteration", "nan"),
+        ("iteration", "2.5"),
+        ("iteration", "1e30"),
+        ("tokens", "3:inf"),
+    ],
+)
+def test_what_is_no_range_is_refused(run_dir: Path, option: str, text: str) -> None:
+    result = CliRunner().invoke(build_app(["samples"]), ["samples", str(run_dir), f"--{option}", text])
+    assert isinstance(result.exception, ConfigError) and repr(text) in result.exception.found
 
 
 def test_an_answer_of_an_evaluation_names_its_version() -> None:

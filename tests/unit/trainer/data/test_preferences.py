@@ -138,6 +138,14 @@ def test_labelled_answers_of_trl(tmp_path: Path) -> None:
     assert texts(template, read_labelled(path, data.model_copy(update={"response_key": "completion"}), template)) == PAIR
 
 
+def test_an_answer_of_kto_may_be_the_json_text_of_its_message(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "response": json.dumps([answer]), "label": answer == GOOD} for answer in (GOOD, BAD)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    data = PreferenceData(train=path)
+    template = Template(model_files(), data)
+    assert texts(template, read_labelled(path, data, template)) == PAIR
+
+
 def test_conversations_of_sharegpt_are_supervised_rows_after_the_conversion(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]})
     data = SftData(train=path)
