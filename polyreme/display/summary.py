@@ -193,8 +193,8 @@ def _timed_saves(trainer: TrainerConfig | StageTrainer) -> list[str]:
 def _points(interval: int, iterations: int) -> str:
     if not interval:
         return f"after iteration {iterations}"
-    points = sorted({*range(interval, iterations + 1, interval), iterations})
-    shown = ", ".join(map(str, points)) if len(points) <= 6 else f"{points[0]}, {points[1]}, ... {points[-1]}"
+    points = [*range(interval, iterations, interval)[:6], iterations]  # a run that ends only when it is stopped may have 10**9
+    shown = ", ".join(map(str, points)) if len(points) <= 6 else f"{points[0]}, {points[1]}, ... {iterations}"
     return f"after iteration {shown}"
 
 
