@@ -206,7 +206,7 @@ async def test_what_an_mcp_server_says_wrongly_ends_its_episode_alone(tmp_path, 
             call = json.dumps({"name": "keep", "arguments": arguments})
             found = await episode.answer(f"<tool_call>{call}</tool_call>")
             if arguments:
-                assert found is grpc.StatusCode.UNAVAILABLE, found
+                assert found is grpc.StatusCode.ABORTED, found
             else:
                 assert found.messages[0].content == "kept"
 
