@@ -205,8 +205,7 @@ class RunClient:
                 await check()
             return task.result()
         finally:
-            if not task.done():
-                await end_all([task])
+            await end_all([task])  # it may have failed while `check` raised
 
 
 def _prompts(files: Mapping[str, bytes], config: RunConfig) -> tuple[list[NDArray[np.int64]], tuple[int, ...]]:
