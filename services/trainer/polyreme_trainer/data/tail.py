@@ -79,13 +79,6 @@ class Tail:
         calls = [_call(place, str(result.get("name") or _TOOL)) for place, result in enumerate(results)]
         answered = [{**result, "tool_call_id": call["id"]} for result, call in zip(results, calls, strict=True)]
         new = [*answered, *messages[len(results) :]]
-        self._try_roles(calls, new, tools)
-        _, behind = self._divided(calls, new, tools)
-        is_cut = exact[-1] != self._template.end_id
-        return np.concatenate([[self._template.end_id] if is_cut else [], behind]).astype(np.int32)
-
-    def _divided(self, calls: list[Message], new: list[Message], tools: Tools) -> tuple[np.ndarray, np.ndarray]:
-        """The stand-in with new messages behind it, up to the end of its answer, and from there on."""
         whole = self._encode([*_stand_in(calls), *new], generation_prompt=True, tools=tools)
         ends, count = np.flatnonzero(whole == self._template.end_id), self._count_ends(calls, tools)
         if len(ends) < count:
@@ -94,19 +87,24 @@ class Tail:
                 "one that drops them",
                 "Use another chat template for this environment.",
             )
-        start = ends[count - 1] + 1
-        return whole[:start], whole[start:]
+        self._try_roles(calls, new, tools)
+        behind = whole[ends[count - 1] + 1 :]
+        is_cut = exact[-1] != self._template.end_id
+        return np.concatenate([[self._template.end_id] if is_cut else [], behind]).astype(np.int32)
 
     def _try_roles(self, calls: list[Message], new: list[Message], tools: Tools) -> None:
         """Raises DataError unless the template writes messages of these roles behind the answer, and only there.
 
-        (Marks, since templates strip texts and write them as JSON.)
+        (Marks, since templates strip texts and write them as JSON. As text, since a small vocabulary may not have them.)
         """
         marked = [{**message, "content": f"new{place:05d}"} for place, message in enumerate(new)]
         key = json.dumps([calls, marked, tools])
         if key in self._tried:
             return
-        before, behind = self._template.decode([ids.tolist() for ids in self._divided(calls, marked, tools)], special=True)
+        written = self._written([*_stand_in(calls), *marked], generation_prompt=True, tools=tools)
+        (end,) = self._template.decode([[self._template.end_id]], special=True)
+        parts, count = written.split(end), self._count_ends(calls, tools)
+        before, behind = end.join(parts[:count]), end.join(parts[count:])
         for message in marked:
             if message["content"] in before or message["content"] not in behind:
                 raise DataError(
@@ -129,9 +127,11 @@ class Tail:
         return self._ends[key]
 
     def _encode(self, messages: list[Message], *, generation_prompt: bool, tools: Tools) -> np.ndarray:
+        return self._template.encode([self._written(messages, generation_prompt=generation_prompt, tools=tools)])[0]
+
+    def _written(self, messages: list[Message], *, generation_prompt: bool, tools: Tools) -> str:
         chat = self._template.in_form(read_chat(messages, _WHERE, tools))
-        (text,) = self._template.apply([chat], generation_prompt=generation_prompt)
-        return self._template.encode([text])[0]
+        return self._template.apply([chat], generation_prompt=generation_prompt)[0]
 
 
 def _call(place: int, name: str) -> Message:
