@@ -1,5 +1,6 @@
 """The continuation of conversations, over templates that behave as those of the model families do."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -176,6 +177,15 @@ def test_texts_that_a_template_writes_anew_are_no_obstacle() -> None:
     template = Template(model_files(written), DataConfig(train=Path("unused")))
     behind = Tail(template).after(np.array([template.end_id], np.int32), [{"role": "tool", "content": ' a"b \n'}, *AGAIN])
     assert text_of(template, behind) == '"a\\"b""higher than 12"'.replace('"', "<unk>").replace("\\", "<unk>")
+
+
+def test_a_vocabulary_of_a_few_characters_continues() -> None:
+    files = model_files()
+    tokenizer = json.loads(files["tokenizer.json"])
+    del tokenizer["model"]["vocab"]["n"]
+    template = Template({**files, "tokenizer.json": json.dumps(tokenizer).encode()}, DataConfig(train=Path("unused")))
+    behind = Tail(template).after(np.array([template.end_id], np.int32), [{"role": "user", "content": "12"}])
+    assert text_of(template, behind) == "<user>12<assistant>"
 
 
 def test_what_cannot_be_continued_is_refused() -> None:
