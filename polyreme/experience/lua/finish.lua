@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- finish: stores the result of an open request. The first result of a request stands; a later one changes nothing.
 -- KEYS: common, then requests, open, result, lane as in submit, kept (zset id, by sequence number: executed requests that a restart must
--- execute again, because no saved state includes them), begun (hash id -> "BEGINNINGS NONCE" of the newest one), lanes (set of lanes with kept requests), results
--- (list of the client: "BYTES ID" of its results, the oldest first), bytes (their sum), events of results, records
+-- execute again, because no saved state includes them), begun (hash id -> "BEGINNINGS NONCE" of the newest one), lanes (set of lanes with kept
+-- requests), results (list of the client: "BYTES ID" of its results, the oldest first), bytes (their sum), events of results, records
 -- (stream for the observer, bounded: model, line). Writes all of them.
 -- ARGV: id, result, the result's life in ms, sequence number (-1: none), 1 if the request is kept, lane, the prefix of the results' keys, most
 -- bytes of the client's results, tenant, the request's record ('': none), most records. Returns whether the result was stored.

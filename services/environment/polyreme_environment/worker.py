@@ -82,13 +82,13 @@ class Player:
     async def _reset(self, number: int, row: dict[str, object], seed: int) -> Moved:
         episode = self._episodes[number] = _Played(self._tools_for(row))
 
-        def begin() -> object:
+        def begin() -> Any:
             episode.instance = self._kind(**self._options)
             positional, named = _reset_arguments(episode.instance.reset, row, seed)
             return episode.instance.reset(*positional, **named)
 
         is_coroutine = inspect.iscoroutinefunction(self._kind.reset)
-        first = await (begin() if is_coroutine else self._made(episode, begin))  # type: ignore[misc]
+        first = await (begin() if is_coroutine else self._made(episode, begin))
         return Moved(begun(first, self._limit), tools=episode.tools.schemas)
 
     def _tools_for(self, row: dict[str, object]) -> Toolbox:

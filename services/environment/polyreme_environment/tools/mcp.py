@@ -3,7 +3,8 @@
 The wire is spoken here, since servers and the packages of a run want different versions of `mcp`. Only tools are used of it.
 
 Invariant: a server that is lost is a LostError and is connected to again at its next use; a tool that fails is a ValueError, which the policy
-sees; a call over HTTP that takes too long is a ContractError. Calls of several threads share the connection and do not wait for each other. Calls block; the caller's deadline ends the process.
+sees; a call over HTTP that takes too long is a ContractError. Calls of several threads share the connection and do not wait for each other. Calls
+block; the caller's deadline ends the process.
 """
 
 import itertools
