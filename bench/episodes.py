@@ -2,7 +2,8 @@
 
     python bench/episodes.py [--only PART ...] [--rounds 3] [--sessions 2000] [--work runs/bench-peer]
 
-tokens    tokens_vs_single_turn: sampled tokens per second of episodes of four turns, compared with single responses of as many tokens (>= 0.9)
+tokens    tokens_vs_single_turn: sampled tokens per second of episodes of four turns, compared with single responses of as many tokens (>= 0.9);
+          tokens_floor: the same of these turns at the replica alone, without sessions and environments: it reads what the environment says
 requests  session_vs_engine: chat requests per second of agents through their session addresses, compared with the same requests at vLLM's
           own server in the replica (>= 0.9); session_cpu_vs_engine: the same of requests per CPU second of all processes, which other work on
           the machine changes less
@@ -67,17 +68,20 @@ async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-async def tokens_vs_single_turn(side: Side, rounds: int) -> float:
-    ratios = []
+async def tokens_vs_single_turn(side: Side, rounds: int) -> dict[str, float]:
+    ratios: dict[str, list[float]] = {"tokens_vs_single_turn": [], "tokens_floor": []}
     for number in range(rounds + 1):
         seconds, played = await timed(asyncio.gather(*(side.play(place) for place in range(GROUPS))))
-        tokens = sum(each for _, each in played)
-        mean = round(tokens / sum(count for count, _ in played))
+        tokens = sum(sample.sampled_tokens for samples in played for sample in samples)
+        mean = round(tokens / (GROUP * GROUPS))
+        least, _ = await timed(asyncio.gather(*(side.repeat(place, samples) for place, samples in enumerate(played))))
         alone, _ = await timed(asyncio.gather(*(side.answer(place, mean) for place in range(GROUPS))))
-        rates = tokens / seconds, mean * GROUP * GROUPS / alone
-        print(f"turns {rates[0]:8.0f} tokens/s   single responses {rates[1]:8.0f} tokens/s", flush=True)
-        ratios += [rates[0] / rates[1]] if number else []
-    return statistics.median(ratios)
+        rates = [tokens / seconds, tokens / least, mean * GROUP * GROUPS / alone]
+        print("turns {:.0f} tokens/s, at the replica alone {:.0f}; single responses {:.0f}".format(*rates), flush=True)
+        if number:
+            ratios["tokens_vs_single_turn"].append(rates[0] / rates[2])
+            ratios["tokens_floor"].append(rates[1] / rates[2])
+    return {name: statistics.median(found) for name, found in ratios.items()}
 
 
 async def rate_in_flight(side: Side, there: Replica, first: int, groups: int) -> float:
@@ -194,7 +198,7 @@ async def measure(options: argparse.Namespace, folder: Path, model: Path) -> dic
         freeze_gc()  # as an orchestrator
         if "tokens" in options.only:
             side, _, _ = await stack.side("Talk", {"max_turns": TURNS})
-            measured["tokens_vs_single_turn"] = await tokens_vs_single_turn(side, options.rounds)
+            measured |= await tokens_vs_single_turn(side, options.rounds)
         if "tools" in options.only:
             agents.hold.set()
             measured[BUSY[0]] = await busy("agents", talking, stack.replica, options.rounds)

@@ -1,20 +1,23 @@
 """One replica, an environment server in a process of its own, and the orchestrator's episodes there."""
 
+import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import Admission, ExperienceLog, Writer
+from polyreme.experience.records import SampleRecord
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import Child
 from polyreme_trainer.data.prompts import load_prompts
@@ -97,10 +100,24 @@ class Side:
     episodes: Episodes
     tasks: list[Task]
 
-    async def play(self, place: int) -> tuple[int, int]:
-        """Samples and tokens of a group."""
-        played = await self.episodes.play(self.tasks[place])
-        return len(played.samples), sum(sample.sampled_tokens for sample in played.samples)
+    async def play(self, place: int) -> list[SampleRecord]:
+        """A group's trajectories."""
+        return (await self.episodes.play(self.tasks[place])).samples
+
+    async def repeat(self, place: int, samples: Sequence[SampleRecord]) -> None:
+        """The turns of a group once more, each as long as it was, behind the same messages, without sessions and environments."""
+        task = self.tasks[place]
+
+        async def repeat_one(sample: SampleRecord) -> None:
+            context, end = task.prompt.ids if sample.prompt_ids is None else sample.prompt_ids, 0
+            for turn in sample.turns:
+                context = np.concatenate([context, sample.token_ids[end : turn.start]])
+                wanted = self.sampler.of_group(task.admission, context)
+                name, length = f"{wanted.name}-{id(sample)}-{turn.start}", turn.end - turn.start
+                [answer] = await self.sampler.sample(replace(wanted, name=name, count=1, max_new=length, stop_ids=()))
+                context, end = np.concatenate([context, answer.token_ids()]), turn.end
+
+        await asyncio.gather(*(repeat_one(sample) for sample in samples))
 
     async def answer(self, place: int, tokens: int) -> None:
         """Single responses of so many tokens each."""
