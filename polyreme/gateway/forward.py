@@ -6,9 +6,8 @@ Every request, including its body, ends at its deadline and when its client disc
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Literal, TypeVar
+from typing import Literal
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -20,8 +19,8 @@ from polyreme.gateway.names import ModelNames
 from polyreme.gateway.replicas import ReplicaTable, ServedReplica
 from polyreme.gateway.reply import EventSplitter, Reply, error_code, is_done
 from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedRequest, parse
-
-T = TypeVar("T")
+from polyreme.net.http_server import left, read_body
+from polyreme.process.tasks import unless
 
 ATTEMPTS = 3
 """Maximum number of failed replicas per request."""
@@ -64,9 +63,9 @@ class Forwarder:
         self._metrics.active.set(self._active)
         try:
             async with asyncio.timeout(self._limits.seconds):
-                body = await _read(receive)
+                body = await read_body(receive)
                 if body is not None:
-                    await _unless(_left(receive), self._answer(scope["path"], scope["headers"], body, reply))
+                    await unless(left(receive), self._answer(scope["path"], scope["headers"], body, reply))
         except TimeoutError:
             found = f"expected a request and its whole answer within {self._limits.seconds:g} s. Ask for less."
             with suppress(TimeoutError):
@@ -110,7 +109,7 @@ class Forwarder:
             await reply.fail(503, f"expected {names}; found {found}. Ask again.", "no_answer")
 
     async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
-        outcome = await _unless(replica.gone.wait(), self._exchange(request, replica, reply))
+        outcome = await unless(replica.gone.wait(), self._exchange(request, replica, reply))
         if outcome is None and reply.status:
             await self._lose(reply, f"replica {replica.id} has gone")
             return "answered"
@@ -164,36 +163,3 @@ class Forwarder:
 
     async def _lose(self, reply: Reply, problem: str) -> None:
         await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """A request's body, of at most the server's limit; None: the client has disconnected."""
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return bytes(body)
-
-
-async def _unless(ends: Coroutine[object, object, object], work: Coroutine[object, object, T]) -> T | None:
-    """The result of `work`; None if `ends` returns first, which cancels `work`."""
-    working, ending = asyncio.create_task(work), asyncio.create_task(ends)
-    try:
-        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        ending.result()
-        return None
-    finally:
-        working.cancel()
-        ending.cancel()
-        await asyncio.gather(working, ending, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    """Returns when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -122,6 +122,24 @@ class BodyLimit:
             await _send_json(send, 413, self._error_body(413, problem), (b"connection", b"close"))
 
 
+async def read_body(receive: Receive) -> bytes | None:
+    """A request's body, of at most the server's limit; None: the client has disconnected."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def left(receive: Receive) -> None:
+    """Returns when the client, whose body was read, has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises ConfigError when the port is taken."""
     try:

@@ -39,6 +39,19 @@ async def end_all(tasks: Iterable["asyncio.Task[T]"]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
+async def unless(ends: Coroutine[object, object, object], work: Coroutine[object, object, T]) -> T | None:
+    """The result of `work`; None if `ends` returns first, which cancels `work`."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(ends)
+    try:
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        ending.result()
+        return None
+    finally:
+        await end_all((working, ending))
+
+
 @asynccontextmanager
 async def running(*works: Coroutine[object, object, T]) -> AsyncIterator[list["asyncio.Task[T]"]]:
     """The tasks of `works`. They have ended at the end of the block, whatever their ends are."""

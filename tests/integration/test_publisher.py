@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -12,7 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme import API_VERSION
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
+from polyreme.experience.leases import Lease
 from polyreme.experience.ledger import ExperienceLog, Term, Writer
 from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
@@ -246,6 +249,38 @@ async def test_a_lost_lease_frees_the_slots(world: World) -> None:
             assert await world.publisher.acquire_slot(600) in (0, 1)
         assert not [text for text in await world.notices() if "quarantined" in text]
         await world.notice("replica dying", "left")
+
+
+class LosesCancellation(ReplicaClient):
+    """Commits a version of the replica `dying` although the push is cancelled, as one that waits for Redis may on Python 3.11."""
+
+    def __init__(self, lease: Lease, arena: Arena, security: SecurityConfig | None, limits: PushLimits) -> None:
+        super().__init__(lease, arena, security, limits)
+        self.is_lost = lease.id == "dying"
+
+    async def commit(self, version: Version) -> pb.CommitResponse:
+        if not self.is_lost or version.number == 0:
+            return await super().commit(version)
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return pb.CommitResponse(version=version.number)
+
+
+async def test_a_push_that_outlasts_its_replica_keeps_no_slot(redis: Redis, redis_url: str, run_id: str) -> None:
+    async with publishing(redis, redis_url, run_id, client=LosesCancellation) as world, world.replica("good") as good:
+        async with world.replica("dying") as dying:
+            await world.step()
+            await world.publisher.wait_committed(0, 2, 300)
+            await world.step()
+            await until(lambda: dying.calls.count("StageArena") == 2 and good.versions[-1] == 1)
+        await world.notice("replica dying", "left")
+        await world.step()
+        await until(lambda: good.versions[-1] == 2)
+        good.engine.may_load.clear()
+        await world.step()
+        await until(lambda: good.calls.count("Commit") == 4)  # it holds this slot, and the one before
+        assert await world.publisher.acquire_slot(0.05) == 2
+        good.engine.may_load.set()
 
 
 async def test_a_replica_that_is_not_reachable_yet_is_tried_again(world: World) -> None:

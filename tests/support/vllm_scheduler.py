@@ -118,7 +118,7 @@ def start_scheduler(model: Path, blocks: int, asynchronous: bool, chunk: int | N
 
     vllm = {"chunked_prefill": chunk is not None, "max_num_batched_tokens": chunk}
     config = rollout_config(model, max_model_len=CONTEXT, max_num_seqs=SLOTS, vllm=vllm)
-    vllm_config = AsyncEngineArgs(**engine_arguments(config, model, True)).create_engine_config()
+    vllm_config = AsyncEngineArgs(**engine_arguments(config, model, True, 5)).create_engine_config()
     vllm_config.scheduler_config.async_scheduling = asynchronous
     extend_scheduler(vllm_config.scheduler_config)
     return Engine(vllm_config, blocks)

@@ -252,10 +252,11 @@ def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
         elif failure is None:
             failure = failed(outcome.status, f"{reward.name}: {outcome.message}")
     tokens = tuple(map(math.fsum, zip(*per_token, strict=True)))
-    if failure is None and not (math.isfinite(total) and all(map(math.isfinite, tokens))):
+    finite = [part for part in parts if math.isfinite(part.weighted)]
+    if failure is None and not (parts == finite and math.isfinite(total) and all(map(math.isfinite, tokens))):
         failure = failed(Status.INVALID, f"expected a finite sum of weighted rewards; found {total}")
     if failure is not None:
-        return Scored(failure.status, 0.0, tuple(parts), failure.message)
+        return Scored(failure.status, 0.0, tuple(finite), failure.message)
     return Scored(Status.OK, total, tuple(parts), token_rewards=tokens)
 
 

@@ -97,7 +97,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
 
 async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: Endpoint) -> None:
     from polyreme.process import lifecycle
-    from polyreme_rollout.http.model_serving import serve_v1
+    from polyreme_rollout.serving import serve_v1
 
     stop = lifecycle.stop_event()
     await engine.open()

@@ -14,6 +14,7 @@ import grpc
 
 from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.leases import Lease, Registry
@@ -24,6 +25,7 @@ from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme.process.lifecycle import StopEvent, until_set
 from polyreme.process.machine import MemoryKills, killed_for_memory_since
+from polyreme.process.tasks import unless
 from polyreme_rollout.devices.device_start import StartupGrant
 from polyreme_rollout.devices.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
@@ -123,7 +125,7 @@ async def serve(
                 await servers.enter_async_context(run.set_when_over(stop))
             turns: asyncio.Task[None] | None = None
             if device is not None:
-                if not await _acquire(device, stop):
+                if await unless(stop.wait(), device.acquire()) is None:
                     return False
                 if held is not None:
                     held.end_renewals()
@@ -151,18 +153,27 @@ async def serve(
         await redis.aclose()
 
 
-async def _acquire(device: DeviceLease, stop: asyncio.Event) -> bool:
-    """Waits for the devices. Returns True when they are granted, and False when `stop` is set first."""
-    acquiring, stopping = asyncio.create_task(device.acquire()), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return acquiring.done() and acquiring.result() is not None
-    finally:
-        acquiring.cancel()
-        stopping.cancel()
+async def serve_v1(engine: InferenceEngine, config: RunConfig, endpoint: Endpoint, stop: asyncio.Event) -> None:
+    """Serves only the /v1 of an open engine, whose weights never change, until `stop`. Every reply names version 0. Raises PolyremeError when
+    the engine has died."""
+
+    async def version() -> int:
+        return 0
+
+    async def salt() -> str:
+        return "0"
+
+    metrics = ReplicaMetrics()
+    metrics.version.set(0)
+    app = make_app(
+        lambda: not engine.dead, lambda: not engine.dead, version, metrics, lambda: engine.openai_app(config.name, salt)
+    )
+    async with serve_http(endpoint.host, endpoint.http_port or 0, app, security=config.security, names=endpoint.names) as port:
+        logger.info("%s: HTTP at %s, %s", config.model.path, endpoint.http_address(port), engine.name)
+        await _wait_for_stop(stop, engine)
 
 
-async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine, turns: "asyncio.Task[None] | None") -> None:
+async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine, turns: "asyncio.Task[None] | None" = None) -> None:
     """Also returns when `turns` ends. Raises PolyremeError with a restartable exit code when the engine has died."""
     stopping, kills = asyncio.create_task(stop.wait()), MemoryKills.now()
     try:

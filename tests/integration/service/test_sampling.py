@@ -154,6 +154,15 @@ async def test_an_adapter_that_is_saved_again_is_another_version(adapters: tuple
     assert len(engine.read) == 2
 
 
+async def test_a_damaged_adapter_is_an_error_of_its_requests(adapters: tuple[Sampler, AdapterEngine], tmp_path: Path) -> None:
+    sampler, _ = adapters
+    path = save_adapter(tmp_path / "saved", 1)
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    (tmp_path / "saved" / "adapter_config.json").write_text("")
+    assert b'"category": "server"' in await sampler.ask(weights=path)
+    assert await sampler.tokens(), "of the base model"
+
+
 async def test_an_answer_is_reported_while_another_is_sampled(
     adapters: tuple[Sampler, AdapterEngine], redis: Redis, run_id: str, tmp_path: Path
 ) -> None:

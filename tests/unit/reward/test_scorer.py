@@ -67,6 +67,13 @@ async def test_one_failed_part_fails_the_item_alone() -> None:
     assert (bad.status, bad.message, [p.name for p in bad.parts]) == (Status.TIMEOUT, "b: slow", ["a"])
 
 
+async def test_a_part_beyond_floats_is_invalid_and_not_shown() -> None:
+    """JSON has no infinite number."""
+    parts = Scripted("a", 1e300, x=Outcome(Status.OK, 1.0, "", {"why": 1e300}))
+    (answer,) = await scorer(parts).score([item("x")])
+    assert (answer.status, [(p.name, p.weighted) for p in answer.parts]) == (Status.INVALID, [("a", 1e300)])
+
+
 async def test_a_sum_beyond_floats_is_invalid() -> None:
     (answer,) = await scorer(Scripted("a", 1e200, x=ok(1e200))).score([item("x")])
     assert answer.status is Status.INVALID

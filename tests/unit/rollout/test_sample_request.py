@@ -38,3 +38,9 @@ def test_a_saved_model_has_the_rank_of_its_adapter(tmp_path: Path) -> None:
     for weights, rank in ((None, 0), (str(tmp_path), 0), (str(tmp_path / "adapter"), 6)):
         request = SampleRequest.unpack(json.dumps(plain | {"weights": weights, "prompt_logprobs": False}).encode())
         assert request.rank == rank
+    for damaged in ("", "[]", "{}"):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(damaged)
+        request = SampleRequest.unpack(
+            json.dumps(plain | {"weights": str(tmp_path / "adapter"), "prompt_logprobs": False}).encode()
+        )
+        assert request.rank == 0

@@ -16,7 +16,7 @@ from support.configs import run_config
 def arguments(tmp_path: Path, device: str, **vllm: Any) -> dict[str, Any]:
     tree = yaml.safe_load(run_config(tmp_path).to_yaml())
     tree |= {"device": device, "rollout": {**tree["rollout"], "vllm": vllm}}
-    return engine_arguments(parse_config(tree, "the test"), tmp_path, random_weights=True)
+    return engine_arguments(parse_config(tree, "the test"), tmp_path, random_weights=True, seed=5)
 
 
 def test_defaults_by_device(tmp_path: Path) -> None:
@@ -25,6 +25,10 @@ def test_defaults_by_device(tmp_path: Path) -> None:
     assert (on_cpu["enable_chunked_prefill"], on_cuda["enable_chunked_prefill"]) == (False, True)
     assert not {"speculative_config", "gpu_memory_utilization"} & on_cpu.keys()
     assert not {"speculative_config", "kv_cache_memory_bytes", "enforce_eager"} & on_cuda.keys()
+
+
+def test_requests_without_a_seed_have_that_of_the_replica(tmp_path: Path) -> None:
+    assert arguments(tmp_path, "cpu")["seed"] == 5 != run_config(tmp_path).seed
 
 
 def test_a_short_prompt_has_a_whole_block_on_cpu(tmp_path: Path) -> None:
@@ -47,7 +51,7 @@ def test_the_engine_has_a_slot_and_a_token_of_each_step_for_the_canary(tmp_path:
     tree = yaml.safe_load(run_config(tmp_path).to_yaml())
     for samples, tokens in ((4, 8192), (9000, 9001)):
         changed = tree | {"rollout": {**tree["rollout"], "max_num_seqs": samples}}
-        found = engine_arguments(parse_config(changed, "the test"), tmp_path, random_weights=True)
+        found = engine_arguments(parse_config(changed, "the test"), tmp_path, random_weights=True, seed=5)
         assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (samples + 1, tokens)
 
 

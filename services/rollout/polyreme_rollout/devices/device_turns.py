@@ -19,8 +19,6 @@ from polyreme_rollout.weights.weight_swap import WeightSwapper
 PUSH_TIMEOUT = 60.0
 """Seconds that a woken engine waits for the version that the learner has announced."""
 
-"""Seconds between two attempts to change the holder. The client itself retries for a minute before each of them."""
-
 logger = logging.getLogger(__name__)
 
 

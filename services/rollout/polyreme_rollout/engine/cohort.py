@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _U64 = (1 << 64) - 1
+_LEAST_TEMPERATURE = 0.01
+"""vLLM's, which samples at it instead of below. A quotient by less may be infinite in float32."""
 
 
 @dataclass(eq=False)
@@ -106,8 +108,8 @@ def sample(logits: torch.Tensor, requests: list[EngineRequest], places: list[int
     A token is found by inverting the cumulative distribution at a number that seed and place determine.
     """
     greedy = torch.tensor([request.sampling.temperature == 0 for request in requests], device=logits.device)
-    temperature = torch.tensor([request.sampling.temperature or 1.0 for request in requests], device=logits.device)
-    scores = logits / temperature[:, None]
+    temperatures = [max(request.sampling.temperature or 1.0, _LEAST_TEMPERATURE) for request in requests]
+    scores = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     for row, request in enumerate(requests):
         if cuts(request.sampling):
             scores[row] = cut(scores[row], request.sampling)

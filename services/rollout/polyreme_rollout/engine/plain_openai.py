@@ -5,18 +5,21 @@ Invariant: a request with an option that this API does not have is refused, neve
 
 import itertools
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from polyreme.dataset.chat import Chat, read_chat, render
 from polyreme.errors import DataError
+from polyreme.net.http_server import left
+from polyreme.process.tasks import unless
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, NewTokens, Sampling
 
 if TYPE_CHECKING:
@@ -93,7 +96,7 @@ class _Chat(_Asked):
     messages: list[dict[str, object]] = Field(min_length=1)
     tools: list[dict[str, object]] | None = Field(None, min_length=1)
     tool_choice: Literal["none"] | None = None  # no parser reads calls from the answer
-    chat_template_kwargs: dict[Literal["tools"], object] = {}  # those of `ChatRequests`
+    chat_template_kwargs: dict[Literal["tools"], object] = {}  # those of `JsonRequests`
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
@@ -106,15 +109,14 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
         if asked.model not in ("", served_name):
             raise HTTPException(404, f"expected the model {served_name!r}; found {asked.model!r}")
         room = engine.max_model_len - len(ids)
-        if room < (longest or 1) or any(not 0 <= id < engine.vocab_size for id in ids):
+        if not ids or room < (longest or 1) or any(not 0 <= id < engine.vocab_size for id in ids):
             raise HTTPException(
-                400, f"expected {engine.max_model_len} known tokens with the answer; found {len(ids)} and {longest}"
+                400, f"expected 1 to {engine.max_model_len} known tokens with the answer; found {len(ids)} and {longest}"
             )
-        number = next(numbers)
-        seed = number if asked.seed is None else asked.seed
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed  # replicas have other answers to the same request
         sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, codec.stop_ids)
         salted = f"{await salt()} {asked.cache_salt}"
-        return engine.generate(EngineRequest(f"openai.{number}", ids, longest or room, seed, salted, sampling))
+        return engine.generate(EngineRequest(f"openai.{next(numbers)}", ids, longest or room, seed, salted, sampling))
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
@@ -122,7 +124,7 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(asked: _Completion) -> dict[str, object] | StreamingResponse:
+    async def completions(asked: _Completion, request: Request) -> dict[str, object] | StreamingResponse:
         ids = codec.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         deltas = await begin(asked, ids, asked.max_tokens)
 
@@ -132,10 +134,10 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
                 choice["logprobs"] = {"tokens": list(map(str, tokens.token_ids)), "token_logprobs": list(tokens.logprobs)}
             return choice
 
-        return await _reply(deltas, asked, "text_completion", "text_completion", served_name, len(ids), codec, part, part)
+        return await _reply(request, deltas, asked, "text_completion", served_name, len(ids), codec, part, part)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: _Chat) -> dict[str, object] | StreamingResponse:
+    async def chat(asked: _Chat, request: Request) -> dict[str, object] | StreamingResponse:
         try:
             ids = codec.chat(read_chat(asked.messages, "`messages`", asked.tools))
         except DataError as error:
@@ -148,7 +150,7 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
         def part(text: str, tokens: NewTokens) -> dict[str, object]:
             return {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": tokens.finish}
 
-        return await _reply(deltas, asked, "chat.completion", "chat.completion.chunk", served_name, len(ids), codec, whole, part)
+        return await _reply(request, deltas, asked, "chat.completion", served_name, len(ids), codec, whole, part)
 
     return app
 
@@ -157,10 +159,10 @@ _Choice = Callable[[str, NewTokens], dict[str, object]]
 
 
 async def _reply(
+    request: Request,
     deltas: AsyncIterator[NewTokens],
     asked: _Asked,
     kind: str,
-    part_kind: str,
     served_name: str,
     prompt_tokens: int,
     codec: Codec,
@@ -169,18 +171,24 @@ async def _reply(
 ) -> dict[str, object] | StreamingResponse:
     head = {"id": f"{kind}-{time.time_ns()}", "created": int(time.time()), "model": served_name}
     if asked.stream:
+        part_kind = f"{kind}.chunk" if isinstance(asked, _Chat) else kind
         events = _events(deltas, codec, lambda text, tokens: {**head, "object": part_kind, "choices": [part(text, tokens)]})
         return StreamingResponse(events, media_type="text/event-stream")
-    ids: list[int] = []
-    logprobs: list[float] = []
-    finish: str | None = None
+    tokens = await unless(left(request.receive), _all(deltas))
+    if tokens is None:  # nobody waits for the answer
+        return {}
+    count = len(tokens.token_ids)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+    return {**head, "object": kind, "choices": [whole(codec.decode(tokens.token_ids), tokens)], "usage": usage}
+
+
+async def _all(deltas: AsyncIterator[NewTokens]) -> NewTokens:
+    ids, logprobs, finish = list[int](), list[float](), None
     async for delta in deltas:
         ids += delta.token_ids
         logprobs += delta.logprobs
         finish = delta.finish
-    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": len(ids), "total_tokens": prompt_tokens + len(ids)}
-    choice = whole(codec.decode(ids), NewTokens(ids, logprobs, finish))
-    return {**head, "object": kind, "choices": [choice], "usage": counts}
+    return NewTokens(ids, logprobs, finish)
 
 
 async def _events(

@@ -229,7 +229,7 @@ class EngineFactory(Protocol):
     def __call__(self, config: RunConfig, model_dir: Path, random_weights: bool = True) -> InferenceEngine:
         """
         Args:
-            config: the run's configuration, of which `device`, `seed`, `model.dtype` and `rollout` are used.
+            config: the run's configuration, of which `device`, `model.dtype`, `rollout` and `data.date` are used.
             model_dir: a directory with the model's config and tokenizer files.
             random_weights: start with arbitrary weights, which a later `load` replaces, instead of those in `model_dir`.
         """

@@ -13,6 +13,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import time
 import uuid
@@ -80,7 +81,10 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
         from polyreme_rollout.engine.cpu_norms import register_norms
 
     on_cpu = config.device == "cpu"
-    arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
+    seed = secrets.randbits(
+        31
+    )  # a replica that repeats another one's answers would be counted twice by an evaluation over a gateway
+    arguments = engine_arguments(config, model_dir, random_weights, seed) | (register_norms() if on_cpu else {})
     if on_cpu and "max_loras" in arguments:
         from polyreme_rollout.engine.cpu_adapters import register_adapters
 

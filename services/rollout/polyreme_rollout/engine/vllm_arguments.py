@@ -25,8 +25,8 @@ MOST_LORAS = 32
 """Largest planned number of adapters on the device."""
 
 
-def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs."""
+def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool, seed: int) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs. `seed`: of the requests that have none, which are those of /v1."""
     rollout, options = config.rollout, config.rollout.vllm
     seats = rollout.max_num_seqs + 1  # see `ReservedSlot`
     arguments: dict[str, Any] = {
@@ -41,7 +41,7 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         "enable_prefix_caching": options.prefix_caching,
         "enable_chunked_prefill": config.chunks_prompts,
         "generation_config": "vllm",
-        "seed": config.seed,
+        "seed": seed,
         "scheduling_policy": "priority",  # only `logprobs` is urgent, see `ReservedSlot`
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",

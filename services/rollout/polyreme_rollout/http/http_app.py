@@ -1,7 +1,7 @@
 """A replica's HTTP application: /health, /ready, /metrics, and the engine's OpenAI-compatible /v1.
 
 Invariant: /v1 answers from a served policy version or not at all, never from the initial random weights, and each reply names
-that version. A chat is rendered as in training (see `ChatRequests`). The engine salts its requests, so that they share no cached prefix
+that version. A chat is rendered as in training (see `JsonRequests`). The engine salts its requests, so that they share no cached prefix
 with an earlier policy.
 """
 
@@ -17,7 +17,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyreme.dataset.chat import Chat, read_chat
+from polyreme.dataset.strict_json import from_text
 from polyreme.errors import DataError
+from polyreme.net.http_server import read_body
 from polyreme_rollout.http.reply_version import VersionedReplies
 from polyreme_rollout.metrics import ReplicaMetrics
 
@@ -59,7 +61,7 @@ def make_app(
             return await own(scope, receive, send)
         if not ready():
             return await _status(False, "no policy version is served")(scope, receive, send)
-        await VersionedReplies(ChatRequests(await v1()), version)(scope, receive, send)
+        await VersionedReplies(JsonRequests(await v1()), version)(scope, receive, send)
 
     return app
 
@@ -92,26 +94,25 @@ def _status(good: bool, otherwise: str) -> Response:
     return JSONResponse({"status": "ok"} if good else {"status": otherwise}, status_code=200 if good else 503)
 
 
-class ChatRequests:
-    """An ASGI middleware around an OpenAI-compatible application: a message of a request has the tokens that the same message of a data row
-    has. A request that cannot be read is passed on: the application refuses it."""
+class JsonRequests:
+    """An ASGI middleware around an OpenAI-compatible application, which gets only JSON that it can also write: the values of a wrong request
+    are in its errors. A message has the tokens that the same message of a data row has."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].rstrip("/") not in (_PATH, f"{_PATH}/render"):
+        if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        if (body := await read_body(receive)) is None:
+            return None
         try:
-            body = rewritten(body)
+            if scope["path"].rstrip("/") in (_PATH, f"{_PATH}/render"):
+                body = rewritten(body)
+            else:
+                _read(body)
         except DataError as error:
-            problem = {"error": {"message": str(error), "type": "BadRequestError", "code": 400, "param": "messages"}}
+            problem = {"error": {"message": str(error), "type": "BadRequestError", "code": 400, "param": None}}
             return await JSONResponse(problem, 400)(scope, receive, send)
         headers = MutableHeaders(raw=list(Headers(scope=scope).raw))
         headers["content-length"] = str(len(body))
@@ -132,6 +133,15 @@ class _Replayed:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
+def _read(body: bytes) -> object:
+    """The JSON of a request; an empty text without a body. Raises DataError also for NaN and for half of a character."""
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError("a body in UTF-8", f"other bytes at {error.start}", "Fix the request.") from None
+    return from_text(text, "the request's body", "Fix the request.")
+
+
 def rewritten(body: bytes) -> bytes:
     """The body of a chat request for the engine's application. A body without a list of messages is returned unchanged.
 
@@ -139,26 +149,18 @@ def rewritten(body: bytes) -> bytes:
     `none`: the reply has the policy's text, and no parser reads calls from it.
 
     Raises:
-        DataError: a message has no text, or another part than text; or a tool or a call cannot be read, or is too deep.
+        DataError: as `_read`; a message has no text, or another part than text; or a tool or a call cannot be read.
     """
-    try:
-        asked: object = json.loads(body)
-    except (ValueError, RecursionError):
-        return body
+    asked = _read(body)
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
         return body
-    try:
-        chat = read_chat(asked["messages"], "`messages`", asked.get("tools"))
-        found = {**{key: value for key, value in asked.items() if key != "tools"}, "messages": _messages(chat)}
-        if chat.tools is not None:
-            options = asked.get("chat_template_kwargs")
-            found |= {"tools": list(chat.tools), "tool_choice": asked.get("tool_choice") or "none"}
-            found["chat_template_kwargs"] = {"tools": list(chat.tools), **(options if isinstance(options, dict) else {})}
-        return json.dumps(found, ensure_ascii=True).encode()
-    except RecursionError:
-        raise DataError(
-            "`messages` and `tools` of a moderate depth", "JSON that is too deeply nested", "Fix the request."
-        ) from None
+    chat = read_chat(asked["messages"], "`messages`", asked.get("tools"))
+    found = {**{key: value for key, value in asked.items() if key != "tools"}, "messages": _messages(chat)}
+    if chat.tools is not None:
+        options = asked.get("chat_template_kwargs")
+        found |= {"tools": list(chat.tools), "tool_choice": asked.get("tool_choice") or "none"}
+        found["chat_template_kwargs"] = {"tools": list(chat.tools), **(options if isinstance(options, dict) else {})}
+    return json.dumps(found, ensure_ascii=True).encode()
 
 
 def _messages(chat: Chat) -> list[dict[str, object]]:

@@ -36,13 +36,14 @@ class WantedVersion:
         """Raises ValueError for headers that are not numbers."""
         return cls(*(int(text) if (text := headers.get(name)) is not None else None for name in (MIN_HEADER, EXACT_HEADER)))
 
-    def refusal(self, served: int | None) -> str | None:
-        """The reason why this version may not answer; None: it may."""
+    def refusal(self, served: int | None) -> tuple[int, str] | None:
+        """The status and the reason why this version may not answer; None: it may. Without a version, the engine's tokens may be of one that
+        has failed its canary."""
         if self.exact is not None and served != self.exact:
-            return f"expected policy version {self.exact}; found {served}"
+            return 412, f"expected policy version {self.exact}; found {served}"
         if self.minimum is not None and (served is None or served < self.minimum):
-            return f"expected policy version {self.minimum} or newer; found {served}"
-        return None
+            return 412, f"expected policy version {self.minimum} or newer; found {served}"
+        return None if served is not None else (503, "expected a policy version; found that none is served any more")
 
 
 class VersionedReplies:
@@ -66,7 +67,7 @@ class VersionedReplies:
             return await JSONResponse(_error(f"expected a policy version; {error}"), 400)(scope, receive, send)
         if (refusal := wanted.refusal(served)) is not None:
             headers = {HEADER: "none" if served is None else str(served)}
-            return await JSONResponse(_error(refusal), 412, headers)(scope, receive, send)
+            return await JSONResponse(_error(refusal[1]), refusal[0], headers)(scope, receive, send)
         await self._app(scope, receive, _Reply(send, self._version, served, wanted).send)
 
 
@@ -86,7 +87,7 @@ class _Reply:
         if self._refused:
             return
         last = await self._version()
-        versions = self._named(last)
+        versions, refusal = self._named(last), self._wanted.refusal(last)
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers[HEADER] = versions
@@ -99,15 +100,14 @@ class _Reply:
             self._rest += message.get("body", b"")
             if message.get("more_body"):
                 return
-            refusal = self._wanted.refusal(last)
-            message = {**message, "body": _encoded(_error(refusal)) if refusal else stamped(self._rest, versions)}
-            self._start["status"] = 412 if refusal else self._start["status"]
+            message = {**message, "body": _encoded(_error(refusal[1])) if refusal else stamped(self._rest, versions)}
+            self._start["status"] = refusal[0] if refusal else self._start["status"]
             headers = MutableHeaders(scope=self._start)
             headers["content-length"], headers[HEADER] = str(len(message["body"])), versions
             await self._send(self._start)
-        elif self._events and (refusal := self._wanted.refusal(last)):
+        elif self._events and refusal:
             self._refused = True
-            message = {"type": "http.response.body", "body": _EVENT + _encoded(_error(refusal)) + b"\n\n"}
+            message = {"type": "http.response.body", "body": _EVENT + _encoded(_error(refusal[1])) + b"\n\n"}
         elif self._events:
             *lines, self._rest = (self._rest + message.get("body", b"")).split(b"\n")
             end = b"" if message.get("more_body") else self._rest

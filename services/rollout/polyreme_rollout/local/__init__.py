@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
+from polyreme.errors import DataError
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling
@@ -68,14 +69,20 @@ class LocalSampler:
         """One answer to each prompt, of at most `rollout.max_new_tokens` tokens.
 
         Args:
-            prompts: token ids of each.
+            prompts: token ids of each, at least one, and fewer than `rollout.max_model_len`.
             stop_ids: the tokens that end an answer.
             temperature: 0 is greedy.
             seed: of the answers' random numbers. Equal prompts get different answers.
 
         Raises:
+            DataError: a prompt is empty, leaves no room for an answer, or has unknown tokens.
             EngineDeadError: the engine has died.
         """
+        most, vocabulary = self._engine.max_model_len - 1, range(self._engine.vocab_size)
+        for number, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= most or not all(id in vocabulary for id in prompt):
+                expected = f"1 to {most} tokens of a vocabulary of {len(vocabulary)} in prompt {number}"
+                raise DataError(expected, f"{len(prompt)}, or others", "Shorten it, or raise rollout.max_model_len.")
         sampling = Sampling(temperature, 1.0, -1, tuple(stop_ids))
 
         async def answer(number: int, prompt: Sequence[int]) -> Sampled:

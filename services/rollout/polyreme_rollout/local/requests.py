@@ -166,7 +166,7 @@ class ServedSampler:
         try:
             source = await asyncio.to_thread(self._weights.write, None if wanted is None or weights is None else Path(weights))
             await self._engine.load([source])
-        except (OSError, KeyError, LoadError) as error:
+        except (OSError, KeyError, ValueError, LoadError) as error:
             self._loaded = ""  # arena and engine may hold a mixture
             await self._log.finish(place, _unloadable(weights, error))
             return False

@@ -61,8 +61,10 @@ class SampleRequest:
     @cached_property
     def rank(self) -> int:
         """The rank of the adapter that was saved; 0 for the base model and for all weights."""
-        file = Path(self.weights or "") / "adapter_config.json"
-        return int(json.loads(file.read_text())["r"]) if self.weights is not None and file.exists() else 0
+        if self.weights is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # no adapter; of a damaged one the load says so
+                return int(json.loads((Path(self.weights) / "adapter_config.json").read_text())["r"])
+        return 0
 
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":

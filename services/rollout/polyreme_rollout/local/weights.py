@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from polyreme.errors import ConfigError
@@ -44,7 +44,7 @@ class SavedWeights:
         self._version = 0
 
     def write(self, folder: Path | None) -> ArenaSource:
-        """Writes the base model, or the model saved in a folder. An earlier source is no longer valid. Raises OSError."""
+        """Writes the base model, or the model saved in a folder. An earlier source is no longer valid. Raises OSError, KeyError, ValueError."""
         self._version += 1
         pairs, scale = read_adapter(folder) if folder is not None and (folder / _CONFIG).exists() else ({}, 0.0)
         self._arena.begin(0)
@@ -86,7 +86,10 @@ class _Files(Mapping[str, Tensor]):
 def tensors_of(folder: Path) -> Iterator[Mapping[str, Tensor]]:
     """The tensors of a directory's safetensors by name. Raises OSError."""
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+        try:
+            files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+        except SafetensorError as error:
+            raise OSError(f"damaged safetensors: {error}") from None
         yield _Files({name: file for file in files for name in file.keys()})  # noqa: SIM118 - the file is no mapping
 
 

@@ -27,7 +27,6 @@ from polyreme_rollout.weights.staging import Staging
 from polyreme_rollout.weights.swap_state import SwapPhase, SwapState
 
 FAILURES_TO_QUARANTINE = 3
-"""Seconds that a request for a staged version waits for the version's commit."""
 
 logger = logging.getLogger(__name__)
 

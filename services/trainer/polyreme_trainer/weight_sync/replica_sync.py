@@ -240,11 +240,11 @@ class ReplicaSync:
             )
 
     async def _stop(self, replica: ReplicaState) -> None:
-        self._slots.drop(replica.lease.id)
         task = replica.task
         while task is not None and not task.done():
             task.cancel()  # repeatedly: `wait_for` of Python 3.11, which redis uses, may lose a cancellation
             await asyncio.wait({task}, timeout=CANCEL_RETRY_INTERVAL)
+        self._slots.drop(replica.lease.id)  # now, since a push whose cancellation was lost may have taken a slot
         await replica.client.close()
 
     def _failed(self) -> "list[asyncio.Task[None]]":

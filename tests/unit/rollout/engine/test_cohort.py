@@ -45,6 +45,10 @@ def test_temperature_zero_takes_the_most_likely_token() -> None:
     assert logprobs == pytest.approx([math.log(0.5)] * 10, abs=1e-6)
 
 
+def test_the_least_temperature_is_that_of_vllm() -> None:
+    assert draw(replace(WHOLE, temperature=1e-40), 10) == draw(replace(WHOLE, temperature=0.01), 10)
+
+
 @pytest.mark.parametrize(("sampling", "left"), [(replace(WHOLE, top_k=2), 2), (replace(WHOLE, top_p=0.9), 3)])
 def test_tokens_outside_top_k_and_top_p_are_never_drawn(sampling: Sampling, left: int) -> None:
     ids, logprobs = draw(sampling, 5_000)

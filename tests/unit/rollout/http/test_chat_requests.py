@@ -1,4 +1,4 @@
-"""Chat requests reach the engine's application in the form of data rows."""
+"""Requests reach the engine's application as JSON that it can write, and chats in the form of data rows."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from polyreme.errors import DataError
-from polyreme_rollout.http.http_app import ChatRequests, rewritten
+from polyreme_rollout.http.http_app import JsonRequests, rewritten
 
 PATH = "/v1/chat/completions"
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -25,7 +25,7 @@ def client() -> httpx.AsyncClient:
         assert len(body) == int(request.headers["content-length"])
         return {"got": body.decode()}
 
-    app.add_middleware(ChatRequests)
+    app.add_middleware(JsonRequests)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -34,8 +34,28 @@ async def test_only_chats_are_rewritten(client: httpx.AsyncClient) -> None:
     given = {"model": "m", "messages": [{"role": "user", "content": "ab"}], "n": 2}
     assert json.loads((await client.post(PATH, json=body)).json()["got"]) == given
     assert json.loads((await client.post("/v1/completions", json=body)).json()["got"]) == body
-    for other in (b"", b"{", b"[1]", b'{"messages": []}', b'{"messages": 3}', b'{"prompt": "x"}', b"\xff"):
+    for other in (b"", b"[1]", b'{"messages": []}', b'{"messages": 3}', b'{"prompt": "x"}'):
         assert rewritten(other) == other
+
+
+UNUSABLE = {
+    "nothing": b"{",
+    "not a number": b'{"a": NaN}',
+    "a number beyond float64": b'{"a": 1e400}',
+    "an integer beyond Python's limit": b'{"a": %s}' % (b"9" * 5000),
+    "half of an escaped character": b'{"a": "\\ud800"}',
+    "half of a character": b'{"a": "\xed\xa0\x80"}',
+    "another encoding": b"\xff",
+    "a key twice": b'{"a": 1, "a": 2}',
+    "nesting": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize("body", UNUSABLE.values(), ids=UNUSABLE)
+async def test_json_that_others_cannot_write_is_a_400(client: httpx.AsyncClient, path: str, body: bytes) -> None:
+    reply = await client.post(path, content=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, 400)
 
 
 async def test_a_message_that_cannot_be_read_is_an_error_of_the_request(client: httpx.AsyncClient) -> None:

@@ -93,9 +93,16 @@ async def test_any_other_body_is_passed_on_as_it_is(content_type: str, body: byt
     assert (reply.content, reply.headers[HEADER]) == (body, "3")
 
 
-async def test_a_version_that_is_lost_meanwhile_stays_named() -> None:
-    body = json.dumps(CHAT).encode()
-    assert (await ask(Replier("application/json", [body], [7, None]))).json()["system_fingerprint"] == "policy-7"
+@pytest.mark.parametrize("versions", [[7, None], [None]])
+async def test_without_a_version_nothing_is_answered(versions: list[int | None]) -> None:
+    """The tokens may be of a version that has failed its canary."""
+    reply = await ask(Replier("application/json", [json.dumps(CHAT).encode()], versions))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "policy_version")
+    pieces = [line + b"\n" for line in STREAM.split(b"\n")[:-1]]
+    stream = await ask(Replier("text/event-stream", pieces, [7, 7, 7, None]))
+    *good, error = [json.loads(line.removeprefix(b"data: ")) for line in stream.content.split(b"\n") if line]
+    assert good == [EVENTS[0] | {"system_fingerprint": "policy-7"}]
+    assert error["error"]["code"] == "policy_version"
 
 
 @pytest.mark.parametrize(
