@@ -12,12 +12,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,6 +27,34 @@ from polyreme.process.quick_imports import quick_imports
 
 COMPLETING = "_POLYREME_COMPLETE"
 """The variable by which a shell asks for completions."""
+
+
+_CORE = {
+    "up": "Train: start every service of a run on this machine and watch it.",
+    "init": "Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags.",
+    "eval": "Evaluate a model on a run's held-out prompts with its rewards, without training.",
+    "audit": "Account for every group of a run's experience log.",
+    "doctor": "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
+    "ui": "Show runs in a web page: curves, samples, timeline, servers, alarms.",
+    "import-config": "Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP.",
+    "upgrade-config": "Write the configuration of an older version in today's keys, and say what changed.",
+    "report": "Write one offline HTML file that compares runs.",
+    "config": "Show or check a run's configuration.",
+    "status": "List runs: state, iteration, newest result, replicas, and why a run ended.",
+    "chat": "Talk to the policy of a run or a stage, live or exported, or to a model directory.",
+    "gateway": "Serve one OpenAI-compatible /v1 for all replicas of a run.",
+    "logs": "Print the log lines of a run's processes, by time.",
+    "samples": "Show samples of a run, filtered by iteration, reward, length and text.",
+    "compare": "Compare runs: keys of the configuration that differ, results, and metrics over the same iterations.",
+}
+"""The line of help of each subcommand of the core."""
+_ELSEWHERE = {
+    "eval": "cli.commands.evaluate:evaluate",
+    "ui": "page.command:ui",
+    "report": "page.report:report",
+    "chat": "cli.chat.chat:chat",
+}
+"""The functions in this package that are not NAME in cli.commands.NAME."""
 
 
 @dataclass(frozen=True)
@@ -51,85 +78,9 @@ class Command:
 @cache
 def commands() -> tuple[Command, ...]:
     """The subcommands of the core, then those of the installed services. They do not change within a process."""
-    found = [
-        Command(
-            "up",
-            "Train: start every service of a run on this machine and watch it.",
-            lambda: _attribute("polyreme.cli.commands.up", "up"),
-        ),
-        Command(
-            "init",
-            "Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags.",
-            lambda: _attribute("polyreme.cli.commands.init", "init"),
-        ),
-        Command(
-            "eval",
-            "Evaluate a model on a run's held-out prompts with its rewards, without training.",
-            lambda: _attribute("polyreme.cli.commands.evaluate", "evaluate"),
-        ),
-        Command(
-            "audit",
-            "Account for every group of a run's experience log.",
-            lambda: _attribute("polyreme.cli.commands.audit", "audit"),
-        ),
-        Command(
-            "doctor",
-            "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
-            lambda: _attribute("polyreme.cli.commands.doctor", "doctor"),
-        ),
-        Command(
-            "ui",
-            "Show runs in a web page: curves, samples, timeline, servers, alarms.",
-            lambda: _attribute("polyreme.page.command", "ui"),
-        ),
-        Command(
-            "import-config",
-            "Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP.",
-            lambda: _attribute("polyreme.cli.commands.import_config", "import_config"),
-        ),
-        Command(
-            "upgrade-config",
-            "Write the configuration of an older version in today's keys, and say what changed.",
-            lambda: _attribute("polyreme.cli.commands.upgrade_config", "upgrade_config"),
-        ),
-        Command(
-            "report",
-            "Write one offline HTML file that compares runs.",
-            lambda: _attribute("polyreme.page.report", "report"),
-        ),
-        Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.commands.config", "config")),
-        Command(
-            "status",
-            "List runs: state, iteration, newest result, replicas, and why a run ended.",
-            lambda: _attribute("polyreme.cli.commands.status", "status"),
-        ),
-        Command(
-            "chat",
-            "Talk to the policy of a run or a stage, live or exported, or to a model directory.",
-            lambda: _attribute("polyreme.cli.chat.chat", "chat"),
-        ),
-        Command(
-            "gateway",
-            "Serve one OpenAI-compatible /v1 for all replicas of a run.",
-            lambda: _attribute("polyreme.cli.commands.gateway", "gateway"),
-        ),
-        Command(
-            "logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.commands.logs", "logs")
-        ),
-        Command(
-            "samples",
-            "Show samples of a run, filtered by iteration, reward, length and text.",
-            lambda: _attribute("polyreme.cli.commands.samples", "samples"),
-        ),
-        Command(
-            "compare",
-            "Compare runs: keys of the configuration that differ, results, and metrics over the same iterations.",
-            lambda: _attribute("polyreme.cli.commands.compare", "compare"),
-        ),
-    ]
-    for point in sorted(entry_points(group="polyreme.commands")):
-        found.append(Command(point.name, point, point.load))
-    return tuple(found)
+    places = {name: "cli.commands.{0}:{0}".format(name.replace("-", "_")) for name in _CORE} | _ELSEWHERE
+    core = (Command(name, text, EntryPoint(name, f"polyreme.{places[name]}", "").load) for name, text in _CORE.items())
+    return (*core, *(Command(point.name, point, point.load) for point in sorted(entry_points(group="polyreme.commands"))))
 
 
 def build_app(argv: Sequence[str], completing: bool = False) -> typer.Typer:
@@ -157,9 +108,9 @@ def build_app(argv: Sequence[str], completing: bool = False) -> typer.Typer:
 
 def main() -> None:
     """Runs the command on the process's arguments. Prints a PolyremeError as one message and exits with its code."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an unencodable character must not end a run
+            stream.reconfigure(errors="backslashreplace")  # a character of another encoding must not end a run
     if sys.argv[1:2] in (["serve"], ["sampler"]):
         exit_at_once_on_sigterm()
     else:
@@ -205,7 +156,3 @@ def _first_line(point: EntryPoint) -> str:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == point.attr:
             return next((ast.literal_eval(word.value) for word in node.value.keywords if word.arg == "help"), "")
     raise AssertionError(f"{point.value} is neither a function nor a typer application")
-
-
-def _attribute(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)

@@ -31,6 +31,7 @@ from polyreme.display.report import (
 )
 from polyreme.experience.metric_records import EngineStart, Line, MetricRecord, ReplicasChanged, WarmStartStep, read_record
 from polyreme.rundir.progress import NOTICE_SECONDS, RECENT, Progress
+from polyreme.terminal.terminal import harmless
 
 _TALL = 30
 """Minimum height in lines of a terminal that also shows a sample."""
@@ -40,8 +41,8 @@ _LASTING = ("alarm", "eval_failed")
 
 
 def view(config: RunConfig, console: Console, redis_url: str = "") -> "PlainView | LiveView":
-    """The live view on a terminal that can redraw, plain lines elsewhere."""
-    redraws = console.is_terminal and not console.is_dumb_terminal
+    """The live view on a terminal that can redraw and has its characters, plain lines elsewhere."""
+    redraws = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     return LiveView(config, console, redis_url) if redraws else PlainView(config, console)
 
 
@@ -117,7 +118,7 @@ class LiveView:
         if line["kind"] == "iteration":  # this iteration's file may be incomplete
             self._sample = first_sample(self._config.run_dir, line["iteration"] - 1) or self._sample
         if line["kind"] in _LASTING and (text := plain_line(line, progress, self._config.iterations)):
-            self._console.print(Text(text), style="bold red", soft_wrap=True)  # printed above the view, where it stays
+            self._console.print(Text(harmless(text)), style="bold red", soft_wrap=True)  # printed above the view, where it stays
 
     def _render(self) -> RenderableType:
         size, now = self._console.size, time.time()
@@ -228,7 +229,7 @@ def _sample_lines(sample: Line, width: int) -> list[RenderableType]:
 
 def _line(text: str | Text, style: str = "") -> Text:
     """Text that is truncated at the end of the line."""
-    line = Text(text.replace("\n", " "), style) if isinstance(text, str) else text
+    line = Text(harmless(text.replace("\n", " ")), style) if isinstance(text, str) else text
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 

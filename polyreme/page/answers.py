@@ -3,6 +3,7 @@
 Invariant: the functions only read. The offline report embeds the same values that the server sends.
 """
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,8 +38,24 @@ _TIMES = {
 """The metrics of the timeline, and their names in it."""
 
 
+def to_json(value: object) -> str:
+    """JSON for a browser: in ASCII, since UTF-8 has no half characters, and with null for a number that is not finite."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), separators=(",", ":"))
+
+
 def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
-    """A run's entry in the list of runs: state, progress and metrics."""
+    """A run's entry in the list of runs: state, progress and metrics; of one that cannot be read, the reason."""
+    try:
+        return _overview(name, reader, indexed)
+    except Exception as error:  # noqa: BLE001 it must not hide the other runs
+        reason = {"state": "unreadable", "reason": str(error), "activities": [], "metrics": [], "zeros": []}
+        return {"name": name, "run": reader.run_id, "indexed": True, **reason}
+
+
+def _overview(name: str, reader: RunReader, indexed: bool) -> Answer:
     summary, config, contents = reader.summary(), reader.config(), reader.contents()
     is_stage = "stage" in config
     return {

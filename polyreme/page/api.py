@@ -7,6 +7,7 @@ tags and notes are written, for local pages (see `notes`).
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from polyreme.errors import UnavailableError
+from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.page import PATH, answers
 from polyreme.page.assets import asset_route, index_page
 from polyreme.page.notes import is_local, write_notes
@@ -47,15 +48,20 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
         return Route(f"{PATH}/api/{path}", endpoint)
 
     async def answered(answer: Callable[..., object], *values: object) -> Response:
+        def rendered() -> str:
+            return answers.to_json(answer(*values))
+
         try:
-            found = await runs.threads.run(answer, *values)
+            found = await runs.threads.run(rendered)
         except (ValueError, OverflowError, RecursionError) as error:  # such as a number beyond 64 bits, or deeply nested JSON
             return JSONResponse({"detail": str(error)}, 400, _HEADERS)
         except UnavailableError as error:
             return JSONResponse({"detail": str(error)}, 503, {**_HEADERS, "retry-after": "10"})
         except TooBusyError:
             return JSONResponse({"detail": "too many requests are waiting; try again"}, 503, {**_HEADERS, "retry-after": "2"})
-        return JSONResponse({"detail": "not found"}, 404, _HEADERS) if found is None else JSONResponse(found, headers=_HEADERS)
+        if found == "null":
+            return JSONResponse({"detail": "not found"}, 404, _HEADERS)
+        return Response(found, media_type="application/json", headers=_HEADERS)
 
     async def curves(request: Request) -> Response:
         return await answered(_curves, runs, await request.body())
@@ -69,7 +75,11 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
 
     def final_values(request: Request) -> object:
         writable = is_local(request)
-        return {name: {**answers.final_values(each), "writable": writable} for name, each in runs.readers.items()}
+        found = {}
+        for name, reader in runs.readers.items():
+            with suppress(PolyremeError, OSError):  # the list of runs has the reason
+                found[name] = {**answers.final_values(reader), "writable": writable}
+        return found
 
     async def annotate(request: Request) -> Response:
         if not is_local(request) or request.headers.get("content-type") != "application/json":

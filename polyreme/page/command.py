@@ -15,6 +15,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.listing import attached
 from polyreme.net.http_server import serve_http
+from polyreme.net.ports import join
 from polyreme.net.redis_url import redis_option
 from polyreme.page import PATH
 from polyreme.page.api import application, is_open
@@ -52,9 +53,7 @@ async def _serve(paths: list[Path], redis: str | None, host: str, port: int) -> 
     app = application(runs, ServerStatus(redis))
     async with running(runs.keep_current()), serve_http(host, port, app, security=security, is_open=is_open) as bound:
         scheme = "https" if security and security.certificate else "http"
-        Console().print(
-            f"{len(runs.readers)} run(s) at {scheme}://{_shown(host)}:{bound}{PATH}/", soft_wrap=True, highlight=False
-        )
+        Console().print(f"{len(runs.readers)} run(s) at {scheme}://{join(host, bound)}{PATH}/", soft_wrap=True, highlight=False)
         await stop_event().wait()
 
 
@@ -78,7 +77,3 @@ def _security(runs: Runs) -> SecurityConfig | None:
         with suppress(ConfigError):
             return read_config(reader.run_dir).security
     return None
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -38,7 +38,7 @@ def report(
     samples: Annotated[int, typer.Option(min=0, help="Maximum number of samples per run in the file.")] = 400,
 ) -> None:
     """Write one offline HTML file that compares runs."""
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
+    if (out.exists() and not out.is_file()) or not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise ConfigError(
             "a file in a folder that can be written for --out", str(out), "Create the folder, or choose another file."
         )
@@ -97,7 +97,7 @@ def page(data: Mapping[str, object]) -> str:
     scripts = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")}
     modules = sorted(scripts - set(CLASSIC))
     text = _STYLE.sub(lambda found: f"<style>{(STATIC / found[1]).read_text()}</style>", _SCRIPT.sub("", text))
-    values = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    values = answers.to_json(data).replace("<", "\\u003c")  # "<!--" and "<script" change what ends a script
     parts = [
         f'<script type="application/json" id="embedded">{values}</script>',
         *(f"<script>{_inline(name)}</script>" for name in CLASSIC),

@@ -6,6 +6,7 @@ shows it. A directory that cannot be read causes one warning; the others are kep
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -63,9 +64,10 @@ class Runs:
             self.threads.close()
 
     def refresh(self) -> None:
-        """Reads new data of the runs, and finds new runs."""
+        """Reads new data of the runs, and finds new runs. A run that was deleted is left out."""
+        self._readers = {name: each for name, each in self._readers.items() if os.path.exists(each.run_dir / "run.json")}
         self._find()
-        for name, reader in list(self._readers.items()):
+        for name, reader in self._readers.items():
             with self._checked(reader.run_dir):
                 reader.refresh()
                 self.indexed.add(name)
@@ -76,6 +78,7 @@ class Runs:
             with suppress(ConfigError):  # a run that has not started
                 for folder in run_directories(path, self._warn):
                     if folder not in known:
+                        known.add(folder)
                         with self._checked(folder):
                             reader = RunReader(folder)
                             self._readers[_unused(reader.name, self._readers)] = reader

@@ -10,6 +10,8 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from http.client import HTTPException
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -49,19 +51,19 @@ class ServerStatus:
 
     def __init__(self, store: Run | str | None = None) -> None:
         self._store = store
-        self._answers: dict[str, tuple[float, list[dict[str, object]]]] = {}
+        self._answers: dict[Path, tuple[float, list[dict[str, object]]]] = {}
         self._lock = asyncio.Lock()
 
     async def of(self, reader: RunReader) -> list[dict[str, object]]:
         """The registered servers: kind, id and addresses, and version, load and faults of those that answer. Empty when Redis does not
         answer."""
         async with self._lock:
-            asked, found = self._answers.get(reader.run_id, (float("-inf"), []))
+            asked, found = self._answers.get(reader.run_dir, (float("-inf"), []))
             if time.monotonic() - asked > MAX_AGE:
                 found = []
                 with suppress(PolyremeError, OSError, TimeoutError):
                     found = await self._ask(reader)
-                self._answers[reader.run_id] = time.monotonic(), found
+                self._answers[reader.run_dir] = time.monotonic(), found
             return found
 
     async def _ask(self, reader: RunReader) -> list[dict[str, object]]:
@@ -123,8 +125,11 @@ def scrape(address: str, security: SecurityConfig | None) -> list[Sample]:
         if (token := tls.token(security)) is not None:
             headers["authorization"] = f"Bearer {token}"
     request = urllib.request.Request(f"{scheme}://{address}/metrics", headers=headers)
-    with open_direct(request, _TIMEOUT, context) as answer:
-        text = answer.read().decode()
+    try:
+        with open_direct(request, _TIMEOUT, context) as answer:
+            text = answer.read().decode()
+    except HTTPException as error:  # another protocol, or a server that ends now
+        raise ConnectionError(f"no whole answer from {address}: {error!r}") from None
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 

@@ -38,6 +38,7 @@ EXIT_SECONDS = 20
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 << 10
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OF_A_PATH = (errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -266,7 +267,7 @@ def exit_on_signals() -> None:
 
 def _of_files(error: OSError) -> PolyremeError:
     """What the user can do about an error of a disk, or of the rights to a file."""
-    if error.errno == errno.EACCES:
+    if error.errno in _OF_A_PATH:
         return PolyremeError(
             f"access to {error.filename}",
             error.strerror or str(error),
@@ -288,7 +289,7 @@ def exit_on_error(program: str) -> Iterator[None]:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _UNWRITABLE and not (error.errno == errno.EACCES and error.filename):
+        if error.errno not in _UNWRITABLE and not (error.errno in _OF_A_PATH and error.filename):
             raise
         print(f"{program}: error: {_of_files(error)}", file=sys.stderr, flush=True)
         sys.exit(PolyremeError.exit_code)

@@ -19,6 +19,8 @@ CheckpointFacts = Mapping[str, Any]
 """The facts of a checkpoint: JSON values."""
 
 MANIFEST = "checkpoint.json"
+WARM_START = "warm-start"
+"""Prefix of the checkpoints between the steps of a warm start."""
 _FORMAT = 6
 _BLOCK = 1 << 24
 

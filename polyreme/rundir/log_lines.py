@@ -1,8 +1,9 @@
 """The lines of a run's log files, by time.
 
-Invariant: a reader never sees a partial line: text without a newline yet belongs to the next read.
+Invariant: a reader never sees a partial line: text without a newline yet belongs to the next read. Memory does not grow with the files.
 """
 
+import heapq
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from polyreme.errors import ConfigError
 from polyreme.rundir.run_directory import no_run, read_run_file
+from polyreme.rundir.run_records import whole_lines
 
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[\d.,]*Z?")
 
@@ -30,14 +32,11 @@ class LogFile:
         self.path, self.process = path, path.stem
         self._offset, self._time = 0, ""
 
-    def read(self) -> list[LogLine]:
-        """The complete lines since the previous call."""
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [self._line(text) for text in whole.decode(errors="replace").split("\n")[:-1]]
+    def read(self) -> Iterator[LogLine]:
+        """Yields the complete lines since the previous call."""
+        for end, line in whole_lines(self.path, self._offset):
+            self._offset = end
+            yield self._line(line[:-1].decode(errors="replace"))
 
     def _line(self, text: str) -> LogLine:
         if stamp := _STAMP.match(text):
@@ -73,9 +72,9 @@ def log_files(attempt: Path, process: str = "") -> list[LogFile]:
     return chosen
 
 
-def in_order(lines: Iterable[LogLine]) -> list[LogLine]:
-    """Sorts lines of several files by time. Lines of one file keep their order."""
-    return sorted(lines, key=lambda line: line.time)
+def in_order(files: Iterable[LogFile]) -> Iterator[LogLine]:
+    """Yields the new lines of several files by time. Lines of one file keep their order."""
+    return heapq.merge(*(file.read() for file in files), key=lambda line: line.time)
 
 
 def printed(lines: Iterable[LogLine], width: int) -> Iterator[str]:

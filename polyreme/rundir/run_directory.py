@@ -32,7 +32,7 @@ from polyreme.experience.embedded_redis import embedded_url
 from polyreme.experience.metric_records import Started
 from polyreme.experience.run import Run
 from polyreme.net.seal import SEAL
-from polyreme.rundir.checkpoint_manifest import numbered
+from polyreme.rundir.checkpoint_manifest import WARM_START, numbered
 from polyreme.rundir.input_files import read_model_files
 from polyreme.rundir.run_records import write_atomically
 from polyreme.rundir.start_day import dated, first_day
@@ -47,6 +47,9 @@ NO_REDIS = ""
 _YAML_LOADER = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader
 )  # libyaml's loader is ten times faster, which matters for a page of many runs
+
+_PREFIXES = (RunConfig.checkpoint_prefix, WARM_START, StageConfig.checkpoint_prefix)
+"""Of all checkpoints. Another run would continue those of a warm start, and replace the exports of a stage."""
 
 _NAMES = 8
 """Maximum number of runs that an error names."""
@@ -99,7 +102,7 @@ def claim(config: RunConfig | StageConfig, resume: bool) -> RunFile | None:
         ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values or data.
     """
     existing = read_run_file(config.run_dir)
-    saved = checkpoints(config.run_dir, config.checkpoint_prefix)
+    saved = any(checkpoints(config.run_dir, prefix) for prefix in _PREFIXES)
     if existing is None or not (resume or saved):
         return None
     if not resume:

@@ -16,12 +16,23 @@ from polyreme.experience.run import RunState
 from polyreme.rundir.progress import Progress
 
 
-def read_records(run_dir: Path, run_id: str) -> Iterator[Line]:
-    """Yields the run's records in metrics.jsonl in order. Skips a last line that is still being written. Raises ConfigError for a damaged one."""
-    with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
+def whole_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file from a byte offset on, each with the offset after it; not a last line that is still being written."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(offset)
         for line in file:
-            if line.endswith(b"\n") and (record := parsed(line, run_dir / "metrics.jsonl")).get("run") == run_id:
-                yield record
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield offset, line
+
+
+def read_records(run_dir: Path, run_id: str) -> Iterator[Line]:
+    """Yields the run's records in metrics.jsonl in order. Raises ConfigError for a damaged one."""
+    path = run_dir / "metrics.jsonl"
+    for _, line in whole_lines(path):
+        if (record := parsed(line, path)).get("run") == run_id:
+            yield record
 
 
 def add_written(progress: Progress, run_dir: Path, run_id: str) -> str:
@@ -69,12 +80,20 @@ def read_summary(run_dir: Path) -> Line:
     return {}
 
 
+def check_new_file(path: Path, option: str) -> None:
+    """Raises ConfigError when no file can be created at the path that an option names."""
+    if path.exists():
+        raise ConfigError(f"no file {path} yet", "one is there", f"Choose another name for {option}, or remove the file.")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"a folder that can be written to, for {option}", str(path.parent), "Create it, or choose another one.")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that a reader, also after a crash, sees the old content or the new one and never a part. Several processes may do so at
     the same time, also in containers, whose processes have the same ids: the last one counts."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "x") as file:
+        with open(partial, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from polyreme.errors import ConfigError
 from polyreme.experience.listing import attached, list_run
@@ -16,37 +16,20 @@ from polyreme.experience.run import Run, RunState
 from polyreme.net.redis_url import without_password
 from polyreme.rundir.progress import stream_time
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, Settings, no_run, read_run_file, read_settings, redis_of
-from polyreme.rundir.run_records import parsed
+from polyreme.rundir.run_records import parsed, whole_lines
 from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
 
 Value = TypeVar("Value")
 _ATTACH_SECONDS = 5.0
 
 
-class RunSource(Protocol):
-    """Reads one run.
+class DirectorySource:
+    """Reads a run directory.
 
     Attributes:
         run_id: id of the run.
-        run_dir: its directory, or None when only its Redis is known.
+        run_dir: its directory; of a `RedisSource` None.
     """
-
-    run_id: str
-    run_dir: Path | None
-
-    def status(self) -> RunStatus: ...
-    def settings(self) -> Settings:
-        """The resolved configuration as plain values."""
-
-    def records(self, after: str) -> tuple[str, list[Line]]:
-        """The records after a cursor ("": from the first one on), and the new cursor. Each has its Unix `time`."""
-
-    def ask_to_stop(self) -> None:
-        """Asks the run to save and end after its current iteration."""
-
-
-class DirectorySource:
-    """Reads a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         found = read_run_file(run_dir)
@@ -59,24 +42,20 @@ class DirectorySource:
         return directory_status(self._folder)
 
     def settings(self) -> Settings:
+        """The resolved configuration as plain values."""
         return read_settings(self._folder)
 
     def records(self, after: str) -> tuple[str, list[Line]]:
-        offset, found = int(after or 0), []
-        try:
-            with open(self._folder / "metrics.jsonl", "rb") as file:
-                file.seek(offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # still being written
-                    offset += len(line)
-                    if (record := parsed(line, self._folder / "metrics.jsonl")).get("run") == self.run_id:
-                        found.append(record)
-        except FileNotFoundError:
-            pass
-        return str(offset), found
+        """The records after a cursor ("": from the first one on), and the new cursor. Each has its Unix `time`."""
+        path, end, found = self._folder / "metrics.jsonl", int(after or 0), []
+        for after_line, line in whole_lines(path, end):
+            end = after_line
+            if (record := parsed(line, path)).get("run") == self.run_id:
+                found.append(record)
+        return str(end), found
 
     def ask_to_stop(self) -> None:
+        """Asks the run to save and end after its current iteration."""
         found = read_run_file(self._folder)
         in_redis(_redis_of(self._folder, found), self.run_id, _drain)
 
@@ -116,7 +95,7 @@ class RedisSource:
         in_redis(self._url, self.run_id, _drain)
 
 
-def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
+def open_source(place: str | Path, run_id: str | None = None) -> DirectorySource | RedisSource:
     """The source of a run directory, or of a Redis URL. `run_id`: with a URL, a run other than the newest."""
     if isinstance(place, str) and place.partition("://")[0] in ("redis", "rediss", "unix"):
         return RedisSource(place, run_id)

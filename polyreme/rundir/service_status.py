@@ -4,13 +4,17 @@ Invariant: a reader sees the old file or the new one. What is said of a model is
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from polyreme.rundir.run_directory import read_run_file, read_settings, unused
+from polyreme.errors import ConfigError
+from polyreme.rundir.run_directory import no_run, read_run_file, read_settings, unused
 from polyreme.rundir.run_records import read_summary, write_atomically
+
+logger = logging.getLogger(__name__)
 
 FILE, MODELS = "service.json", "models"
 SERVICE = "service"
@@ -45,7 +49,7 @@ class ServiceState:
     @classmethod
     def read(cls, folder: Path) -> "ServiceState | None":
         """None for a directory of no service."""
-        with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
             tree = json.loads((folder / FILE).read_text())
             workers = {name: WorkerState(**worker) for name, worker in tree.pop("workers").items()}
             return cls(workers=workers, **tree)
@@ -84,13 +88,19 @@ def is_running(folder: Path) -> bool:
 def model_statuses(folder: Path, state: ServiceState) -> list[ModelStatus]:
     """The models of a service's directory, the newest activity first."""
     running = is_running(folder)
-    found = [_status(path.parent, state, running) for path in (folder / MODELS).glob("*/run.json")]
+    found = []
+    for path in (folder / MODELS).glob("*/run.json"):
+        try:
+            found.append(_status(path.parent, state, running))
+        except (ConfigError, OSError) as error:
+            logger.warning("cannot read the model in %s: %s", path.parent, error)
     return sorted(found, key=lambda each: -(each.updated or 0.0))
 
 
 def _status(folder: Path, state: ServiceState, running: bool) -> ModelStatus:
     run, summary, settings = read_run_file(folder), read_summary(folder), read_settings(folder)
-    assert run is not None, f"{folder} has a run.json"
+    if run is None:  # it was deleted meanwhile
+        raise no_run(folder)
     word = "unloaded" if summary.get("state") == "done" else "stopped" if not running else "running"
     return ModelStatus(
         tenant=str(settings.get("tenant", "")),

@@ -6,19 +6,30 @@ of a table is truncated, and output to a pipe does not depend on a terminal's wi
 
 import errno
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console
 
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str) -> str:
+    """A text that cannot command a terminal, or reorder what stands beside it: such characters are escaped, and carriage returns left out."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r", ""))
+
 
 class TerminalConsole(Console):
-    """Writes plain text to a stream, and nothing after its reader has gone."""
+    """Writes plain text to a stream, and nothing after its reader has gone. Texts of others, such as a policy's, command nothing."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(file=cast(IO[str], _Stream(stream)), markup=False, emoji=False, highlight=False)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(harmless(each) if isinstance(each, str) else each for each in objects), **options)
 
     @property
     def table_width(self) -> int | None:

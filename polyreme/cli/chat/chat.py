@@ -19,6 +19,7 @@ from polyreme.config.security import EndpointSecurity
 from polyreme.display.report import shortened
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.terminal.progress_bar import waiting
+from polyreme.terminal.terminal import harmless
 
 _NEW, _QUIT = "/new", "/quit"
 
@@ -139,7 +140,7 @@ def _answer(conversation: Dialogue, question: str, max_tokens: int | None, tempe
                     title = conversation.target.title
                     print(f"{title}{f' at version {version}' if version and conversation.target.url else ''}> ", end="")
                 begun = True
-                print(piece.text, end="", flush=True)
+                print(harmless(piece.text), end="", flush=True)
         print(flush=True)
     except PolyremeError as error:
         if isinstance(error, ConfigError) or not sys.stdin.isatty():

@@ -9,11 +9,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from polyreme.config.security import EndpointSecurity, SecurityConfig
-from polyreme.errors import PolyremeError, UnavailableError
+from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.net import tls
 from polyreme.net.direct_http import open_direct
 
@@ -55,7 +55,13 @@ class V1Client:
     def model(self) -> str:
         """Name of the model that the server has. Raises UnavailableError, PolyremeError."""
         with self._open("/models", None) as reply:
-            return str(json.load(reply)["data"][0]["id"])
+            text = b"".join(self._lines(reply))
+        try:
+            return str(json.loads(text)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(
+                f"the models of a /v1 at {self._url}/models", repr(text[:80])[1:], "Pass the address of a /v1, which ends in /v1."
+            ) from None
 
     def chat(self, model: str, messages: Sequence[dict[str, str]], max_tokens: int | None, temperature: float) -> Iterator[Piece]:
         """Streams the answer to a conversation, of at most `max_tokens` (None: the rest of the context). Raises UnavailableError, RequestRefusedError,
@@ -79,30 +85,33 @@ class V1Client:
         with self._open(path, asked) as reply:
             for line in self._lines(reply):
                 text = line.removeprefix(_DATA).strip()
-                if line.startswith(_DATA) and text != b"[DONE]":
+                if line.startswith(_DATA) and text == b"[DONE]":
+                    return
+                if line.startswith(_DATA):
                     event = json.loads(text)
                     if error := event.get("error"):
                         raise PolyremeError("an answer", str(error), "See the log of the replica.")
                     yield event
+        raise UnavailableError(f"the rest of an answer from {self._url}", "the end of the stream", "Ask again.")
 
     def _lines(self, reply: HTTPResponse) -> Iterator[bytes]:
         try:
             yield from reply
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise UnavailableError(
                 f"the rest of an answer from {self._url}", str(error) or type(error).__name__, "Ask again."
             ) from None
 
     def _open(self, path: str, body: Mapping[str, object] | None) -> HTTPResponse:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._token}"} if self._token else {})
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode() if body else None, headers)
         try:
+            request = urllib.request.Request(self._url + path, json.dumps(body).encode() if body else None, headers)
             return open_direct(request, self._timeout, self._context)
         except urllib.error.HTTPError as error:
             found = f"status {error.code}: {_message(error.read())}"
             kind = RequestRefusedError if error.code == 400 else PolyremeError
             raise kind(f"an answer from {self._url}", found, "Fix the request, or see the log of the replica.") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise UnavailableError(
                 f"a server at {self._url}", str(error), "Check that the run is live, and its address."
             ) from None

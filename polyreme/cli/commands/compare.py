@@ -50,7 +50,7 @@ def compare(
         raise ConfigError("two run directories or more", "one", "Pass the directories of the runs to compare.")
     histories = [_iterations(run_dir) for run_dir in runs]
     first, newest = common_iterations(histories, last)
-    spans = [(first, newest)] * len(runs) if newest else [own_iterations(history, last) for history in histories]
+    spans = [(first, newest)] * len(runs) if newest else [common_iterations([history], last) for history in histories]
     metrics = metric_rows(histories, spans, None if everything else (*MAIN, *(name for name in STAGE_MAIN if name not in MAIN)))
     summaries = [read_summary(run_dir) for run_dir in runs]
     results = result_rows(summaries)
@@ -68,7 +68,8 @@ def compare(
         }
         console.print(json.dumps({"runs": list(map(str, runs)), **fields}), soft_wrap=True)
         return
-    names = [run_dir.name for run_dir in runs] if len({run_dir.name for run_dir in runs}) == len(runs) else list(map(str, runs))
+    names = [run_dir.resolve().name for run_dir in runs]
+    names = names if len(set(names)) == len(names) else list(map(str, runs))
     width = console.table_width
     lines = [*_table("CONFIGURATION", names, settings, width), "", *_table("RESULT", names, results, width)]
     if evaluations:
@@ -89,11 +90,6 @@ def common_iterations(histories: Sequence[Sequence[Line]], last: int) -> tuple[i
     numbers = [{record["iteration"] for record in history} for history in histories]
     common = sorted(set.intersection(*numbers))[-last:]
     return (common[0], common[-1]) if common else (0, 0)
-
-
-def own_iterations(history: Sequence[Line], last: int) -> tuple[int, int]:
-    """The first and the newest of a run's `last` newest iterations; (0, 0) when there are none."""
-    return common_iterations([history], last)
 
 
 def metric_rows(

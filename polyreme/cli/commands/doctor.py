@@ -14,7 +14,9 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,24 +33,9 @@ from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process.machine import memory_limit
 from polyreme.process.temp_root import REPLICA_ROOM, temp_root
 from polyreme.rundir.log_lines import log_files, newest_attempt
-from polyreme.terminal.verdicts import (
-    TempFacts,
-    Verdict,
-    clock_verdict,
-    disk_verdict,
-    exit_code,
-    files_verdict,
-    hub_verdict,
-    installed_version,
-    loopback_verdict,
-    memory_verdict,
-    packages_verdict,
-    port_verdict,
-    python_verdict,
-    redis_verdict,
-    shared_memory_verdict,
-    temp_verdict,
-)
+from polyreme.rundir.run_directory import no_run, read_run_file
+from polyreme.rundir.run_records import check_new_file, write_atomically
+from polyreme.terminal import verdicts as judge
 from polyreme.weights.arena import SHARED_MEMORY
 
 GROUP = "polyreme.doctor"
@@ -63,7 +50,7 @@ LINES_OF_A_LOG = 60
 _PACKAGES = re.compile(
     r"(polyreme|torch|vllm|megatron|mindspeed|transformers|tokenizers|numpy|grpcio|protobuf|redis|valkey|pydantic|flash|triton)"
 )
-_SECRET = re.compile(r"(TOKEN|PASSWORD|SECRET|CREDENTIAL|_KEY$)")
+_SECRET = re.compile(r"(TOKEN(?!IZ)|PASSWORD|SECRET|CREDENTIAL|_KEY$)")
 _SHORTEST_SECRET = 4
 """Characters. A shorter value, such as `1`, would be replaced everywhere."""
 _ADDRESS = re.compile(r"\b(\w+)://(?:[^\s/@'\"]*@)?([^\s/'\"]+)(/[^\s'\"]*)?")
@@ -89,51 +76,53 @@ def doctor(
         raise ConfigError(f"a directory of runs at {directory}", found, "Fix --directory.")
     if run is not None and report is None:
         raise ConfigError("--report FILE beside --run", "none", "Name the file to write.")
-    if report is not None and report.exists():
-        raise ConfigError(f"a new file at {report}", "one that exists", "Choose another name for --report.")
+    if report is not None:
+        check_new_file(report, "--report")
+    if run is not None and read_run_file(run) is None:
+        raise no_run(run)
     verdicts = []
     for verdict in examine(device, redis, port or [], directory):
         print(verdict.line, flush=True)
         verdicts.append(verdict)
     if report is not None:
-        report.write_text(report_text([verdict.line for verdict in verdicts], run, os.environ))
+        write_atomically(report, report_text([verdict.line for verdict in verdicts], run, os.environ))
         print(f"wrote    {report}; read it before you share it: secrets are removed, paths and messages are not")
-    raise typer.Exit(exit_code(verdicts))
+    raise typer.Exit(judge.exit_code(verdicts))
 
 
-def examine(device: str | None, redis: str | None, ports: list[int], directory: Path) -> Iterator[Verdict]:
+def examine(device: str | None, redis: str | None, ports: list[int], directory: Path) -> Iterator[judge.Verdict]:
     """Yields the verdicts on this machine as they are found. Arguments as for `doctor`."""
-    yield python_verdict((sys.version_info.major, sys.version_info.minor))
-    installed = {name: installed_version(name) for name in ("polyreme", *SERVICES)}
-    yield packages_verdict("polyreme", installed, "Install what this machine runs: pip install ./services/NAME.")
-    yield memory_verdict(memory_limit())
+    yield judge.python_verdict((sys.version_info.major, sys.version_info.minor))
+    installed = {name: judge.installed_version(name) for name in ("polyreme", *SERVICES)}
+    yield judge.packages_verdict("polyreme", installed, "Install what this machine runs: pip install ./services/NAME.")
+    yield judge.memory_verdict(memory_limit())
     room = os.statvfs(SHARED_MEMORY)
-    yield shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
-    yield disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
-    yield temp_verdict(temp_facts())
-    yield hub_verdict(hub_address(), os.environ.get("HF_HOME", "~/.cache/huggingface"), hub_failure(hub_address()))
-    yield files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield clock_verdict(time.time())
+    yield judge.shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
+    yield judge.disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
+    yield judge.temp_verdict(temp_facts())
+    yield judge.hub_verdict(hub_address(), os.environ.get("HF_HOME", "~/.cache/huggingface"), hub_failure(hub_address()))
+    yield judge.files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield judge.clock_verdict(time.time())
     reached = loopback_or_failure()
-    yield loopback_verdict(*reached)
+    yield judge.loopback_verdict(*reached)
     if reached[0] is None:
         return  # no server could be reached
-    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis), exposure(redis) if redis else "")
+    yield judge.redis_verdict(redis or "started by `polyreme up`", redis_failure(redis), exposure(redis) if redis else "")
     for number in ports:
-        yield port_verdict(number, port_failure(number))
+        yield judge.port_verdict(number, port_failure(number))
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         yield from point.load()(device)
 
 
-def temp_facts() -> TempFacts:
+def temp_facts() -> judge.TempFacts:
     """The facts about the directory of temporary files."""
     wanted = os.environ.get("TMPDIR", "")
     try:
         root = temp_root(REPLICA_ROOM)
     except PolyremeError:
-        return TempFacts(wanted, None)
+        return judge.TempFacts(wanted, None)
     room = os.statvfs(root)
-    return TempFacts(
+    return judge.TempFacts(
         wanted and os.path.abspath(wanted), str(root), room.f_bavail * room.f_frsize, bool(room.f_flag & os.ST_NOEXEC)
     )
 
@@ -233,6 +222,7 @@ def without_secrets(text: str, secrets: Sequence[str]) -> str:
 def _of_run(run_dir: Path) -> Iterator[tuple[str, Sequence[str]]]:
     for name in ("config.yaml", "summary.json"):
         path = run_dir / name
-        yield name, path.read_text().splitlines() if path.is_file() else [f"not in {run_dir}"]
-    for file in log_files(newest_attempt(run_dir)):
-        yield f"the last lines of {file.process}", [line.text for line in file.read()[-LINES_OF_A_LOG:]]
+        yield name, path.read_text("utf-8", "replace").splitlines() if path.is_file() else [f"not in {run_dir}"]
+    with suppress(ConfigError):  # a run that failed before its first process has no logs
+        for file in log_files(newest_attempt(run_dir)):
+            yield f"the last lines of {file.process}", [line.text for line in deque(file.read(), LINES_OF_A_LOG)]

@@ -17,7 +17,7 @@ from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
 from polyreme.import_config.render import report, text_of
 from polyreme.import_config.systems import SYSTEMS, import_file
-from polyreme.rundir.run_records import write_atomically
+from polyreme.rundir.run_records import check_new_file, write_atomically
 from polyreme.terminal.completion import one_of
 
 
@@ -35,8 +35,8 @@ def import_config(
     """Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP."""
     if system is not None and system not in SYSTEMS:
         raise ConfigError(f"--system {', '.join(SYSTEMS)}", system, "Choose one of these.")
-    if output is not None and output.exists():
-        raise ConfigError(f"no file {output} yet", "one is there", "Choose another name, or remove the file.")
+    if output is not None:
+        check_new_file(output, "--output")
     source, found = import_file(file, system, rows)
     for line in report(found, source.title):
         print(line, file=sys.stderr)

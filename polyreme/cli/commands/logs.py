@@ -5,6 +5,8 @@ Invariant: `--follow` ends with the run: when no process owns its directory, the
 
 import sys
 import time
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +18,8 @@ from polyreme.rundir.service_status import is_running
 from polyreme.terminal.terminal import TerminalConsole
 
 _POLL_SECONDS = 0.5
+_AT_ONCE = 1000
+"""Lines that are printed together."""
 
 
 def logs(
@@ -34,12 +38,16 @@ def logs(
     while True:
         over = not follow or not is_running(run_dir)  # checked before the files are read, so that their last lines are printed
         files = {file.path: files.get(file.path, file) for file in log_files(folder, process)}
-        lines = in_order(line for file in files.values() for line in file.read())
-        lines = lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]
+        lines = in_order(files.values())
+        shown = printed(
+            lines if tail is None else iter(deque(lines, tail)),
+            max(map(len, (file.process for file in files.values())), default=0),
+        )
         tail = None
-        if lines:
-            width = max(len(file.process) for file in files.values())
-            console.print("\n".join(printed(lines, width)), soft_wrap=True)
-        if over or console.quiet:  # the reader of the output has gone
+        while part := list(islice(shown, _AT_ONCE)):
+            console.print("\n".join(part), soft_wrap=True)
+            if console.quiet:  # the reader of the output has gone
+                return
+        if over:
             return
         time.sleep(_POLL_SECONDS)

@@ -51,10 +51,10 @@ def status(
         )
         console.print("\n".join(told), soft_wrap=True)
     folders = [folder for folder in folders if folder not in services]
-    by_id = {found.run_id: found for found in _in_directories([each for folder in folders for each in run_directories(folder)])}
-    if redis:
-        by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
-    found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))
+    in_redis = {each.run_id: each for each in asyncio.run(_of_redis(redis))} if redis else {}
+    directories = list(dict.fromkeys(each for folder in folders for each in run_directories(folder)))
+    stored = [each for each in _in_directories(directories) if each.run_id not in in_redis]
+    found = sorted([*in_redis.values(), *stored], key=lambda status: (-(status.updated or 0.0), status.run_id, status.place))
     if services and not found:
         return
     lines = [json.dumps(asdict(each)) for each in found] if as_json else status_lines(found, time.time(), console.table_width)
@@ -103,7 +103,7 @@ def _in_directories(directories: Sequence[Path]) -> Iterator[RunStatus]:
     for directory in directories:
         try:
             yield directory_status(directory)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             if len(directories) == 1:
                 raise
             logger.warning("cannot read the run in %s: %s", directory, error)

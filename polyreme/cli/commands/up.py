@@ -211,9 +211,13 @@ def into_background(log: Path) -> Callable[[str], None]:
 
 
 def _wait(read_end: int, child: int, log: Path) -> None:
-    """Ends the foreground process. Runs no cleanup, since the background process now owns all resources."""
-    with os.fdopen(read_end, "rb") as pipe:
-        announced = pipe.read()
+    """Ends the foreground process, and at a signal the start. Runs no cleanup, since the background process now owns all resources."""
+    try:
+        with os.fdopen(read_end, "rb") as pipe:
+            announced = pipe.read()
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGTERM)
+        os._exit(128 + signal.SIGINT)
     if announced:
         sys.stdout.write(announced.decode() + "\n")
         sys.stdout.flush()

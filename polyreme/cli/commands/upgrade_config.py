@@ -16,7 +16,7 @@ from polyreme.config.load import parse_any
 from polyreme.config.upgrade import upgrade
 from polyreme.config.yaml_text import load_yaml
 from polyreme.errors import ConfigError
-from polyreme.rundir.run_records import write_atomically
+from polyreme.rundir.run_records import check_new_file, write_atomically
 
 
 def upgrade_config(
@@ -27,8 +27,8 @@ def upgrade_config(
     ] = False,
 ) -> None:
     """Write the configuration of an older version in today's keys, and say what changed."""
-    if output is not None and output.exists():
-        raise ConfigError(f"no file {output} yet", "one is there", "Choose another name, or remove the file.")
+    if output is not None:
+        check_new_file(output, "--output")
     try:
         old = file.read_text(encoding="utf-8-sig")
     except OSError as error:

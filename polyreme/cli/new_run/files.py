@@ -25,6 +25,7 @@ from polyreme.dataset.source import read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
 from polyreme.hub.tiny_model import write_tiny_model
+from polyreme.rundir.run_directory import make_folder
 
 TINY = "tiny"
 """The model that is created for a first try."""
@@ -98,9 +99,9 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
         raise ConfigError(f"no {' and no '.join(there)} in {folder}", "files of another run", "Choose another folder.")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"a folder for the files at {folder}", "a file", "Choose another folder; --data names your data.")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "FOLDER")
     for name, text in texts.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     if answers.model == TINY:
         write_tiny_model(folder / "model")
     return created

@@ -29,11 +29,11 @@ function useSettled(value, milliseconds) {
   return settled;
 }
 
-// All samples that match a filter, with their whole texts, as rows.
+// All samples that match a filter, with their whole texts, as rows: those up to now, since later ones would move the pages.
 async function everySample(run, {offset: _, ...filter}) {
   const found = [];
   for (let total = 1; found.length < total;) {
-    const page = await source.samples(run.name, {...filter, offset: found.length, limit: LARGEST_PAGE, whole: 1});
+    const page = await source.samples(run.name, {...filter, last: filter.last || run.iteration, offset: found.length, limit: LARGEST_PAGE, whole: 1});
     if (page.total > MOST_SAMPLES) throw new Error(`${page.total} samples match; a file has at most ${MOST_SAMPLES}. Narrow the filter.`);
     if (!page.samples.length) break;
     found.push(...page.samples);

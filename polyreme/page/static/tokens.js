@@ -23,17 +23,19 @@ function columns(sample) {
   };
 }
 
-// The background of a token: strong if the value is unusual.
-function background(kind, value, values) {
-  if (value === null || value === undefined) return "";
-  if (kind === "version") {
-    const versions = [...new Set(values)].sort((a, b) => a - b);
-    return `background: color-mix(in srgb, var(--run-${versions.indexOf(value) % 8}) 26%, transparent)`;
-  }
+const largest = (values) => values.reduce((most, value) => Math.max(most, value), -Infinity); // a call takes only so many arguments
+
+// Returns the background of a token by its value: strong if the value is unusual.
+function backgrounds(kind, values) {
+  const versions = kind === "version" ? [...new Set(values)].sort((a, b) => a - b) : [];
   const likely = kind === "log-probability" || kind === "teacher";
-  const top = likely ? 6 : Math.max(1e-9, ...values.map(Math.abs)); // the absolute value of null is 0
-  const share = Math.min(1, Math.abs(value) / top);
-  return `background: color-mix(in srgb, var(${likely || value < 0 ? "--low" : "--high"}) ${Math.round(share * 55)}%, transparent)`;
+  const top = likely ? 6 : Math.max(1e-9, largest(values.map(Math.abs))); // the absolute value of null is 0
+  return (value) => {
+    if (value === null || value === undefined) return "";
+    if (kind === "version") return `background: color-mix(in srgb, var(--run-${versions.indexOf(value) % 8}) 26%, transparent)`;
+    const share = Math.min(1, Math.abs(value) / top);
+    return `background: color-mix(in srgb, var(${likely || value < 0 ? "--low" : "--high"}) ${Math.round(share * 55)}%, transparent)`;
+  };
 }
 
 export function Tokens({sample}) {
@@ -42,10 +44,11 @@ export function Tokens({sample}) {
   const chosen = useAddress().query.colour;
   const kind = kinds.includes(chosen) ? chosen : kinds[0];
   const values = available[kind] ?? [];
+  const background = backgrounds(kind, values);
   const text = (place) => sample.token_texts[place] ?? `#${sample.token_ids[place]}`;
   const title = (place) => [`token ${place}: id ${sample.token_ids[place]}`, ...kinds.map((each) => `${each} ${number(available[each][place])}`)].join("\n");
   return html`<div class="tokens-head"><span>Colour</span>${kinds.map((each) => html`<label><input type="radio" name="colour" checked=${each === kind} onChange=${() => choose({colour: each})} /> ${each}</label>`)}</div>
-    <p class="tokens">${sample.token_ids.map((_, place) => html`<span style=${background(kind, values[place], values)} title=${title(place)}>${visible(text(place))}</span>`)}</p>
+    <p class="tokens">${sample.token_ids.map((_, place) => html`<span style=${background(values[place])} title=${title(place)}>${visible(text(place))}</span>`)}</p>
     <p class="legend">${legend(kind, values)}</p>`;
 }
 
@@ -53,7 +56,7 @@ function legend(kind, values) {
   values = values.filter((value) => value !== null);
   if (!values.length) return "";
   if (kind === "version") return `versions ${[...new Set(values)].join(", ")}`;
-  return `${kind}: mean ${number(values.reduce((sum, value) => sum + value, 0) / values.length)}, lowest ${number(Math.min(...values))}, highest ${number(Math.max(...values))}`;
+  return `${kind}: mean ${number(values.reduce((sum, value) => sum + value, 0) / values.length)}, lowest ${number(-largest(values.map((value) => -value)))}, highest ${number(largest(values))}`;
 }
 
 const visible = (text) => text.replaceAll("\n", "⏎\n") || "∅";

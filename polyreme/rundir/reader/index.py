@@ -9,13 +9,14 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.rundir.reader.index_rows import SampleRow, event_of, points_of, sample_files_of, sample_row, step_of
-from polyreme.rundir.run_records import parsed
+from polyreme.rundir.run_records import parsed, whole_lines
 
 SCHEMA = 3
 """Version of the tables. An index with another version is rebuilt."""
@@ -112,14 +113,17 @@ class Index:
         """The bytes of metrics.jsonl that an update would add; more than 0 for an index of another run."""
         with self._connect() as connection:
             meta = read_meta(connection)
-        known = meta.get("run") == run_id and meta.get("schema") == str(SCHEMA)
         size = self._files(run_id)[1]
-        return size - int(meta["offset"]) if known else max(1, size)
+        return size - int(meta["offset"]) if self._is_known(meta, run_id) else max(1, size)
+
+    def _is_known(self, meta: Mapping[str, str], run_id: str) -> bool:
+        """Whether an index has a part of the run's file: it may be of another run or schema, or the file may be an older copy."""
+        known = meta.get("run") == run_id and meta.get("schema") == str(SCHEMA)
+        return known and int(meta["offset"]) <= self._files(run_id)[1]
 
     def _create(self, connection: sqlite3.Connection, run_id: str) -> None:
-        """Empties an index of another run or another schema."""
-        meta = read_meta(connection)
-        if meta.get("run") == run_id and meta.get("schema") == str(SCHEMA):
+        """Empties an index that is not of the run's file."""
+        if self._is_known(read_meta(connection), run_id):
             return
         for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
             connection.execute(f'DROP TABLE "{name}"')
@@ -132,15 +136,16 @@ class Index:
         """Adds some lines of metrics.jsonl and the sample files that they announce. Returns the bytes of the lines."""
         meta = read_meta(connection)
         offset, iteration = int(meta["offset"]), int(meta["iteration"])
-        lines, end = read_lines(self._run_dir / "metrics.jsonl", offset, _LINES_AT_ONCE)
-        if end == offset:
+        lines = list(islice(whole_lines(self._run_dir / "metrics.jsonl", offset), _LINES_AT_ONCE))
+        if not lines:
             return 0
         metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
         points, events, files, size = [], [], list[str](), 0
-        for start, line in lines:
+        end = offset
+        for after, line in lines:
             if size >= self._bytes_at_once:
-                end = start
                 break
+            end = after
             record = parsed(line, self._run_dir / "metrics.jsonl")
             if record.get("run") != run_id:
                 continue
@@ -159,27 +164,24 @@ class Index:
         connection.executemany("INSERT INTO event (time, kind, replica, data) VALUES (?, ?, ?, ?)", events)
         values = {"offset": str(end), "iteration": str(iteration)}
         if files:
-            self._add_sample_files(connection, files)
+            prompts: dict[tuple[str, str], int] = {}
+            for name in files:
+                self._add_sample_file(connection, name, prompts)
             values["samples"] = str(connection.execute("SELECT count(*) FROM sample").fetchone()[0])
         _write_meta(connection, values)
         return end - offset
-
-    def _add_sample_files(self, connection: sqlite3.Connection, names: Iterable[str]) -> None:
-        prompts: dict[tuple[str, str], int] = {}
-        for name in names:
-            self._add_sample_file(connection, name, prompts)
 
     def _add_sample_file(self, connection: sqlite3.Connection, name: str, prompts: dict[tuple[str, str], int]) -> None:
         """Adds one file. `prompts` maps the prompts that this transaction has seen to their rows."""
         rows: list[tuple[object, ...]] = []
         spans: dict[tuple[int, int], tuple[object, ...]] = {}
-        lines, _ = read_lines(self._run_dir / "samples" / name, 0)
-        for number, (start, line) in enumerate(lines, start=1):
-            row = _sample_row(line, f"line {number} of {self._run_dir / 'samples' / name}")
+        path = self._run_dir / "samples" / name
+        for number, (end, line) in enumerate(whole_lines(path), start=1):
+            row = _sample_row(line, f"line {number} of {path}")
             text = row.prompt, row.label
             if text not in prompts:
                 prompts[text] = _prompt_id(connection, *text)
-            rows.append((*_columns(row, prompts[text]), name, start, len(line), row.response))
+            rows.append((*_columns(row, prompts[text]), name, end - len(line), len(line), row.response))
             if row.began is not None:
                 replicas = json.dumps(row.replicas)
                 spans[row.step, row.group] = (row.step, row.group, row.began, row.generate_seconds, row.score_seconds, replicas)
@@ -238,19 +240,3 @@ def _columns(row: SampleRow, prompt: int) -> tuple[object, ...]:
     replica = " ".join(row.replicas)
     of_score = (row.score, row.tokens, row.finish, row.oldest, row.newest)
     return (row.id, row.kind, row.step, row.group, row.position, prompt, *of_score, replica, row.advantage, row.logprob)
-
-
-def read_lines(path: Path, offset: int, count: int | None = None) -> tuple[list[tuple[int, bytes]], int]:
-    """Up to `count` complete lines from a byte offset on, each with its own offset, and the offset after the last one."""
-    lines: list[tuple[int, bytes]] = []
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            for line in file:
-                if not line.endswith(b"\n") or (count is not None and len(lines) == count):
-                    break
-                lines.append((offset, line))
-                offset += len(line)
-    except FileNotFoundError:
-        pass
-    return lines, offset

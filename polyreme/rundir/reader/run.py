@@ -24,7 +24,16 @@ from polyreme.rundir.reader import samples
 from polyreme.rundir.reader.index import Index, read_meta
 from polyreme.rundir.reader.samples import Sample, SampleQuery
 from polyreme.rundir.reader.series import AXES, Series, downsample, last_of_each, positions
-from polyreme.rundir.run_directory import Origin, Settings, changed_settings, no_run, read_run_file, read_settings, unused
+from polyreme.rundir.run_directory import (
+    Origin,
+    Settings,
+    changed_settings,
+    make_folder,
+    no_run,
+    read_run_file,
+    read_settings,
+    unused,
+)
 from polyreme.rundir.run_records import read_summary
 from polyreme.terminal.progress_bar import bar
 
@@ -74,9 +83,12 @@ class RunReader:
         self.run_id = self._read_run_id()
         self._config: tuple[int, Settings] | None = None  # cached with the file's time, since parsing is slow
         self._changed: tuple[dict[str, object], list[str] | None] | None = None  # cached with the settings
-        self._index = Index(run_dir, _index_path(run_dir))
         self._newest: tuple[object, dict[str, float]] | None = None  # as are these
         self._contents: tuple[object, Contents] | None = None  # cached with `Index.updated`, since pages poll often
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.run_dir, _index_path(self.run_dir))
 
     def _read_run_id(self) -> str:
         found = read_run_file(self.run_dir)
@@ -269,9 +281,8 @@ def _event(row: sqlite3.Row) -> dict[str, object]:
 
 
 def _index_path(run_dir: Path) -> Path:
-    """The path of the index: in the run directory, or in the user's cache if that directory is not writable."""
-    if os.access(run_dir, os.W_OK):
+    """The path of the index: in the run directory, or in the user's cache if it or that directory is not writable."""
+    if os.access(run_dir, os.W_OK) and (os.access(run_dir / INDEX, os.W_OK) or not (run_dir / INDEX).exists()):
         return run_dir / INDEX
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyreme"
-    cache.mkdir(parents=True, exist_ok=True)
-    return cache / f"{xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())}.sqlite"
+    return make_folder(cache, "XDG_CACHE_HOME") / f"{xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())}.sqlite"

@@ -32,6 +32,10 @@ _FIELDS = (
 )
 
 
+_CONTAINS = "instr(lower({}), lower(?))"  # LIKE takes no long pattern
+_IN_PROMPT = f"{_CONTAINS.format('prompt')} OR {_CONTAINS.format('label')}"
+
+
 @dataclass(frozen=True)
 class SampleQuery:
     """Filters and order of a query. None and "" exclude nothing.
@@ -77,10 +81,8 @@ class SampleQuery:
                 terms.append(term)
                 values.append(value)
         if self.text:
-            like = "%" + self.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-            inside = "SELECT id FROM prompt WHERE prompt LIKE ? ESCAPE '\\' OR label LIKE ? ESCAPE '\\'"
-            terms.append(f"(response LIKE ? ESCAPE '\\' OR prompt IN ({inside}))")
-            values += [like, like, like]
+            terms.append(f"({_CONTAINS.format('response')} OR prompt IN (SELECT id FROM prompt WHERE {_IN_PROMPT}))")
+            values += [self.text] * 3
         return " AND ".join(terms), values
 
 

@@ -1,6 +1,7 @@
 """The client of /v1 against a streaming server, and the targets of `polyreme chat`."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ from support.stages import prepared, stage_config, write_data, write_model
 
 
 class EchoServer:
-    """A /v1 that streams the words of a question backwards. A question of one word is refused, as more than `most` tokens are; "break" ends the stream."""
+    """A /v1 that streams the words of a question backwards. A question of one word is refused, as more than `most` tokens are; "break" ends the stream, "cut" leaves its end out."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -46,7 +47,7 @@ class EchoServer:
                 lines = [self._event(word, "messages" in body) for word in reversed(question.split())]
                 if "break" in question:
                     lines = [b'data: {"error": {"message": "the engine has died"}}\n\n']
-                self._reply(200, b"".join([*lines, b": a comment\n", b"data: [DONE]\n\n"]))
+                self._reply(200, b"".join([*lines, b": a comment\n", b"" if "cut" in question else b"data: [DONE]\n\n"]))
 
             def _event(self, word: str, chat: bool) -> bytes:
                 choice = {"delta": {"content": f"{word} "}} if chat else {"text": f"{word} "}
@@ -233,3 +234,44 @@ def test_the_system_message_of_whole_conversations_is_used(tmp_path: Path) -> No
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     config = stage_config(tmp_path, "sft", data__eval=None)
     assert find_target(str(export_of(config, "final"))).system == "Be kind."
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.0 200 OK\r\n\r\n<html>",
+        b"HTTP/1.0 200 OK\r\n\r\n{}",
+        b"-ERR no HTTP\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{",
+    ],
+)
+def test_a_server_that_is_no_v1_is_an_error(reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(PolyremeError):
+            V1Client(f"http://127.0.0.1:{server.getsockname()[1]}").model()
+        thread.join()
+
+
+def test_an_answer_without_its_end_is_an_error(echo: EchoServer) -> None:
+    with pytest.raises(UnavailableError):
+        list(V1Client(echo.url).complete("letters", "cut off", 8, 0.0))
+
+
+def test_an_answer_cannot_command_the_terminal(echo: EchoServer) -> None:
+    result = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "-m", "\x1b]52;c;aGk=\x07 \u202e\u200dä"])
+    assert result.stdout == "\\u202e\u200dä \\x1b]52;c;aGk=\\x07 \n"
+
+
+@pytest.mark.parametrize("url", ["http://localhost:port/v1", "http://local host/v1", "http://[::1/v1"])
+def test_an_address_that_is_none_is_an_error(url: str) -> None:
+    with pytest.raises(UnavailableError):
+        V1Client(url).model()

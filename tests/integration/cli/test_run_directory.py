@@ -20,6 +20,7 @@ from polyreme.rundir.run_directory import (
     owned,
     read_config,
     read_run_file,
+    write_run_file,
 )
 from support.configs import run_config
 
@@ -157,3 +158,15 @@ def test_one_process_at_a_time_owns_a_directory(config: RunConfig) -> None:
 def test_differences_are_dotted_keys(config: RunConfig) -> None:
     other = config.model_copy(update={"seed": 3, "rollout": config.rollout.model_copy(update={"temperature": 0.5})})
     assert differences(config, other) == ["rollout.temperature", "seed"]
+
+
+@pytest.mark.parametrize("saved", ["warm-start-000050", "step-000004"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_warm_start_or_a_stage_saved_is_not_replaced(config: RunConfig, saved: str, resume: bool) -> None:
+    """Another run would continue from these weights, whatever its own values are."""
+    write_run_file(config.run_dir, RunFile("first-1", EMBEDDED))
+    (config.run_dir / "config.yaml").write_text(config.to_yaml())
+    (config.run_dir / "checkpoints" / saved).mkdir(parents=True)
+    with pytest.raises(ConfigError) as refused:
+        claim(config.model_copy(update={"seed": 1}), resume)
+    assert "first-1" in f"{refused.value.expected} {refused.value.found}"

@@ -121,6 +121,11 @@ def test_only_a_terminal_that_redraws_gets_the_view(config: RunConfig, term: str
     assert isinstance(view.view(config, console), kind)
 
 
+def test_a_terminal_without_the_views_characters_gets_lines(config: RunConfig) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="iso-8859-1")
+    assert isinstance(view.view(config, Console(file=output, force_terminal=True, _environ={"TERM": "xterm"})), view.PlainView)
+
+
 def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=60, height=20)
     with view.LiveView(config, console) as shown:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,29 @@ def test_curves_of_no_step_are_bad_requests(client: TestClient, body: str) -> No
 
 def test_a_negative_limit_is_no_sample(client: TestClient) -> None:
     assert get(client, "runs/first/samples?limit=-1")["samples"] == []
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    for name in ("first", "second", "third"):
+        record_run(tmp_path / name, iterations=1, seed=1)
+    runs = Runs([tmp_path, tmp_path / "first"])
+    runs.refresh()
+    page = TestClient(application(runs))
+    (tmp_path / "first" / "config.yaml").write_text("name: [")
+    shutil.rmtree(tmp_path / "third")
+    found = {run["name"]: run for run in get(page, "runs")}
+    assert {name: run["state"] for name, run in found.items()} == {
+        "first": "unreadable",
+        "second": "done",
+        "third": "unreadable",
+    }
+    assert "config.yaml" in found["first"]["reason"] and "second" in get(page, "finals")
+    runs.refresh()
+    assert [run["name"] for run in get(page, "runs")] == ["second", "first"]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    record_run(tmp_path / "first", iterations=1, seed=1)
+    summary = tmp_path / "first" / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "loss": float("nan")}))
+    assert get(TestClient(application(Runs([tmp_path]))), "runs/first")["summary"]["loss"] is None

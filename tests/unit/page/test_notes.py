@@ -79,3 +79,9 @@ def test_a_damaged_file_is_no_note_and_is_not_replaced(tmp_path: Path) -> None:
     assert read_notes(tmp_path / "first") == {"tags": [], "note": ""}
     assert post(tmp_path, NOTE) == 400
     assert (tmp_path / "first" / NOTES).read_text() == '{"tags": "x'
+
+
+def test_half_a_character_in_a_note_breaks_no_page(tmp_path: Path) -> None:
+    record_run(tmp_path / "first", iterations=1, seed=1)
+    assert post(tmp_path, {"note": "cut \ud83d"}) == 200
+    assert page(tmp_path).get("/ui/api/finals").json()["first"]["note"] == "cut \ud83d"

@@ -1,5 +1,6 @@
 """The offline report: one file that loads nothing, with a selection of samples."""
 
+import json
 import re
 from pathlib import Path
 
@@ -43,3 +44,10 @@ def test_the_file_has_no_reference_to_anything_outside(reader: RunReader) -> Non
     text = page(embedded({"<run>": reader}, 20))
     assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text.partition('<script type="application/json"')[0])
     assert "static/" not in text.partition("<script")[0] and text.count("</script>") == 5
+
+
+def test_a_sample_with_markup_does_not_end_the_data(reader: RunReader) -> None:
+    text = page({"response": "<!--<script></script>", "loss": float("nan")})
+    _, _, data = text.partition('id="embedded">')
+    data, _, _ = data.partition("</script>")
+    assert "<" not in data and json.loads(data) == {"response": "<!--<script></script>", "loss": None}

@@ -1,6 +1,7 @@
 """Log lines of several processes are merged into one stream."""
 
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_lines_are_in_order_of_time_and_a_trace_stays_with_its_line(run_dir: Path) -> None:
     files = log_files(newest_attempt(run_dir))
-    texts = [line.text.split()[-1] for line in in_order(line for file in files for line in file.read())]
+    texts = [line.text.split()[-1] for line in in_order(files)]
     assert texts == ["first", "second", "trace", "third", "last"]
 
 
@@ -33,7 +34,7 @@ def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     path.write_bytes("one\nhalf é".encode()[:-1])
     file = LogFile(path)
     assert [line.text for line in file.read()] == ["one"]
-    assert file.read() == []
+    assert list(file.read()) == []
     with open(path, "ab") as log:
         log.write("é".encode()[-1:] + b"\n")
     assert [line.text for line in file.read()] == ["half é"]
@@ -77,3 +78,19 @@ def test_following_ends_with_the_run(run_dir: Path) -> None:
     result = CliRunner().invoke(build_app(["logs"]), ["logs", str(run_dir), "--follow", "--tail", "1"])
     process.join(60)
     assert [line.split()[-1] for line in result.stdout.splitlines()] == ["last", "process"]
+
+
+def test_a_clock_that_is_set_back_keeps_the_order_of_a_file(run_dir: Path) -> None:
+    path = run_dir / "logs" / "attempt_10" / "reward.log"
+    path.write_text("2026-01-01T00:00:09Z first\n2026-01-01T00:00:01Z second\n")
+    assert [line.text.split()[-1] for line in in_order([LogFile(path)])] == ["first", "second"]
+
+
+def test_the_end_of_a_large_log_takes_little_memory(run_dir: Path) -> None:
+    path = run_dir / "logs" / "attempt_10" / "reward.log"
+    path.write_text("2026-01-01T00:00:09Z a line of a log that is long\n" * 100_000)
+    tracemalloc.start()
+    result = CliRunner().invoke(build_app(["logs"]), ["logs", str(run_dir), "reward", "--tail", "1"])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert result.stdout.endswith("that is long\n") and most < 2**20

@@ -157,8 +157,20 @@ def test_a_damaged_run_hides_no_other(done: Path, tmp_path: Path, caplog: pytest
     shutil.copytree(done, tmp_path / "whole")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "run.json").write_text("{")
+    shutil.copytree(done, tmp_path / "odd")
+    (tmp_path / "odd" / "summary.json").unlink()
+    (tmp_path / "odd" / "summary.json").mkdir()
     result = CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path), "--json"])
     assert [json.loads(line)["place"] for line in result.stdout.splitlines()] == [str(tmp_path / "whole")]
     assert str(tmp_path / "damaged") in caplog.text
     alone = CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path / "damaged")])
     assert isinstance(alone.exception, ConfigError)
+
+
+def test_copies_of_a_run_have_a_line_each(done: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(done, tmp_path / name)
+    result = CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path), str(tmp_path / "first"), "--json"])
+    assert [json.loads(line)["place"] for line in result.stdout.splitlines()] == [
+        str(tmp_path / name) for name in ("first", "second")
+    ]

@@ -21,7 +21,7 @@ from polyreme.experience.metric_records import Line, ServiceNotice, TrackerFaile
 from polyreme.experience.run import RunState
 from polyreme.process.supervisor import ChildFailedError, ProcessSet
 from polyreme.rundir.progress import Progress
-from polyreme.rundir.run_records import write_summary
+from polyreme.rundir.run_records import whole_lines, write_summary
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.supervision import LEARNER, Supervision
 
@@ -109,13 +109,9 @@ class StageSupervision(Supervision):
 
     def _new_records(self) -> list[Line]:
         """This stage's records since the previous call. An incomplete last line is left for the next call."""
-        with suppress(FileNotFoundError), open(self._run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            return [record for line in whole.splitlines() if (record := json.loads(line))["run"] == self._run_id]
-        return []
+        lines = list(whole_lines(self._run_dir / "metrics.jsonl", self._offset))
+        self._offset = lines[-1][0] if lines else self._offset
+        return [record for _, line in lines if (record := json.loads(line))["run"] == self._run_id]
 
     def _write(self, state: RunState, reason: str) -> None:
         try:

@@ -6,17 +6,11 @@ Invariant: every write is flushed at once, so that a full disk raises OSError wh
 import socket
 import sys
 import time
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from polyreme.experience.metric_records import Line
 from polyreme.rundir.reader.scalars import scalars
-
-if TYPE_CHECKING:
-    from tensorboardX import RecordWriter
-    from tensorboardX.proto.event_pb2 import Event
 
 
 def import_tensorboard() -> None:
@@ -38,11 +32,7 @@ class Board:
     """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
     and the next caller then blocks on its queue."""
 
-    def __init__(self, file: "RecordWriter", event: "type[Event]", scalar: "Callable[..., object]") -> None:
-        self._file, self._event, self._scalar = file, event, scalar
-
-    @classmethod
-    def open(cls, folder: Path) -> "Board":
+    def __init__(self, folder: Path) -> None:
         """Creates a file in the folder. Raises OSError."""
         import_tensorboard()
         from tensorboardX import RecordWriter
@@ -51,9 +41,9 @@ class Board:
 
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        file = RecordWriter(str(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"))
-        file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
-        return cls(file, Event, scalar)
+        self._event, self._scalar = Event, scalar
+        self._file = RecordWriter(str(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"))
+        self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
     def add(self, lines: list[Line]) -> None:
         """Writes the scalars of lines of metrics.jsonl; they are on disk when it returns."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polyreme.config.run import RunConfig
@@ -136,18 +137,12 @@ def _application(exporter: Exporter, page: ASGIApp) -> ASGIApp:
             await page(scope, receive, send)
         elif path in PROBES:
             good = path == "/health" or exporter.shown.state in (RunState.RUNNING, RunState.DRAINING)
-            await _answer(send, 200 if good else 503, str(exporter.shown.state))
+            await PlainTextResponse(f"{exporter.shown.state}\n", 200 if good else 503)(scope, receive, send)
         else:
-            await _answer(send, 404, f"expected {PATH}, /metrics, {' or '.join(PROBES)}; found {path}")
+            problem = f"expected {PATH}, /metrics, {' or '.join(PROBES)}; found {path}\n"
+            await PlainTextResponse(problem, 404)(scope, receive, send)
 
     return application
-
-
-async def _answer(send: Send, status: int, text: str) -> None:
-    body = text.encode() + b"\n"
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _numbers(record: Mapping[str, object]) -> dict[str, float]:

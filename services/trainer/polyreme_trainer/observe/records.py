@@ -93,7 +93,7 @@ class Recorder:
         cursor = add_written(progress, run_dir, run_id)
         with ExitStack() as files:
             metrics = files.enter_context(open(path, "a"))
-            board = Board.open(run_dir / "tensorboard" / run_id)
+            board = Board(run_dir / "tensorboard" / run_id)
             files.pop_all()
         recorder = cls(run_dir, run_id, progress, metrics, board, groups_of, clock)
         recorder.cursor = cursor

@@ -139,3 +139,11 @@ async def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Pat
     assert "still runs" in record["text"]
     pid = int((tmp_path / "runs" / "run" / "notices.log").read_text())
     await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_a_notice_that_cannot_be_sent_holds_up_no_other(tmp_path: Path, emitted: Records) -> None:
+    found = notifier(tmp_path, emitted, CommandConfig(command=["sh", "-c", "echo $POLYREME_NOTICE_TEXT"], timeout=300))
+    found.take([{**ALARM, "text": "no\0text"}, ALARM])
+    await found.close(None)
+    assert "no gradient" in (tmp_path / "runs" / "run" / "notices.log").read_text()
+    assert "null byte" in emitted[0]["text"]

@@ -18,10 +18,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from polyreme.config.run import RunConfig
-from polyreme.config.trackers import TrackerConfig
+from polyreme.config.trackers import MlflowConfig, TrackerConfig
 from polyreme.experience.metric_records import MetricRecord, TrackerFailed, fields_of
 from polyreme_trainer.launch.tracker_processes import TrackerProcesses
 from polyreme_trainer.observe.trackers.follow import read_cursor
+from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, open_tracker
 from support.configs import run_config
 from support.simulated import ROWS, config_tree
 from support.simulated_run import simulated_run
@@ -215,3 +216,23 @@ async def test_a_whole_run_reaches_its_tracker(redis_url: str, run_id: str, tmp_
     assert [int(line.split()[2]) for line in series.read_text().splitlines()] == [1, 2, 3]
     assert read_cursor(config.run_dir, "mlflow", run_id).offset == (config.run_dir / "metrics.jsonl").stat().st_size
     assert json.loads((config.run_dir / "summary.json").read_text())["tracker_failures"] == {}
+
+
+def test_mlflow_takes_every_name(tmp_path: Path) -> None:
+    """Several answers give pass@4, a reward its parts, and a user names them."""
+    pytest.importorskip("mlflow")
+    names = [
+        "accuracy",
+        "pass@4",
+        "reward/exact",
+        "reward/exact/len",
+        "reward/exact/len/a",
+        "reward/质量 (x+y)",
+        "p/../q",
+        "a//b",
+        "l" * 300,
+    ]
+    tracker = open_tracker(MlflowConfig(), TrackedRun("run-1", "name", {}, tmp_path, None))
+    tracker.log(Point("iteration", 1, 1.0, dict.fromkeys(names, 0.5)))
+    written = {str(path.relative_to(path.parents[0])) for path in tmp_path.glob("*/*/metrics/**/*") if path.is_file()}
+    assert {"accuracy", "pass_4", "exact", "exact.len", "exact.len.a"} <= written and len(written) == len(names)

@@ -41,3 +41,8 @@ def test_no_secret_is_in_the_report(tmp_path: Path) -> None:
     text = report_text([], run_with_secrets(tmp_path), {"POLYREME_TOKEN": "correct-horse", "PATH": "/bin"})
     assert not [secret for secret in SECRETS if secret in text]
     assert "https://hooks.example/(removed)" in text and "redis://127.0.0.1:6379/(removed)" in text
+
+
+def test_a_setting_of_tokenizers_is_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("resume: false\n")
+    assert "resume: false" in report_text([], tmp_path, {"TOKENIZERS_PARALLELISM": "false"})

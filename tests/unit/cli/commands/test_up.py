@@ -1,5 +1,7 @@
 """What `polyreme up` warns about before it starts."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from polyreme.cli.commands.up import open_ports
 from polyreme.config.security import SecurityConfig
 from support.configs import run_config
+from support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,27 @@ def test_ports_without_a_token_on_a_shared_machine(
 ) -> None:
     config = run_config(tmp_path).model_copy(update={"security": security})
     assert ("security.token_env" in open_ports(config, others)) == warned
+
+
+_DETACHED = """
+import os, signal, sys, time
+from pathlib import Path
+from polyreme.cli.commands.up import into_background
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+command = os.getpid()
+try:
+    print("begun", flush=True)
+    into_background(Path(sys.argv[1]))
+    time.sleep(300)
+finally:
+    print("removed by", "its child" if os.getpid() != command else "the command", flush=True)
+"""
+
+
+def test_an_interrupted_detach_ends_the_start_and_removes_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _DETACHED, str(tmp_path / "up.log")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    wait_until(lambda: (tmp_path / "up.log").exists())
+    process.terminate()
+    assert process.communicate(timeout=60)[0] == "" and process.returncode == 130
+    wait_until(lambda: "removed by its child" in (tmp_path / "up.log").read_text())

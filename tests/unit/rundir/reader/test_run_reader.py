@@ -250,3 +250,17 @@ def test_means_of_an_episode_are_those_of_its_sampled_tokens() -> None:
     row = sample_row({**line, "turns": [{"start": 0, "end": 1}, {"start": 3, "end": 4}]})
     assert (row.advantage, row.logprob) == (0.75, -1.5)
     assert (sample_row(line).advantage, sample_row(line).logprob) == (0.375, -0.75)
+
+
+def test_a_text_is_found_as_it_is_at_any_length(run_dir: Path) -> None:
+    long = "a% b_c\\d" + "x" * 60_000
+    write_samples(run_dir, "iteration_0003.jsonl", [sample(3, 9, 0, prompt=long), sample(3, 9, 1, response="axb")])
+    reader = RunReader(run_dir)
+    reader.refresh()
+    assert [reader.find_samples(SampleQuery(text=text))[0] for text in (long.upper(), "A%", "a_", "xb")] == [1, 1, 0, 1]
+
+
+def test_an_older_copy_of_the_records_replaces_the_index(run_dir: Path, reader: RunReader) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert reader.refresh() and reader.contents().iterations == 1

@@ -13,7 +13,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
-from polyreme.rundir.checkpoint_manifest import CheckpointFacts, checkpoint_path, number_of, numbered
+from polyreme.rundir.checkpoint_manifest import WARM_START, CheckpointFacts, checkpoint_path, number_of, numbered
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
@@ -22,9 +22,6 @@ from polyreme_trainer.megatron.checkpoints.checkpoint import weights_digest
 from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.huggingface.export import Export
 from polyreme_trainer.megatron.training.roles import AnyRole
-
-WARM_START = "warm-start"
-"""Prefix of the checkpoints between the steps of a warm start."""
 
 FROZEN = "frozen"
 """The checkpoint's fact with the digests of the frozen weights that training used."""

@@ -18,7 +18,7 @@ from polyreme.errors import PolyremeError
 from polyreme.experience.metric_records import Line
 from polyreme.rundir.reader.scalars import scalars
 from polyreme.rundir.run_records import write_atomically
-from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, Tracker, open_tracker
+from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, open_tracker
 
 POLL_SECONDS = 0.5
 BATCH_BYTES = 1 << 20
@@ -94,7 +94,8 @@ def run_tracker(config: BaseConfig, run_id: str, section: TrackerSection, stoppi
     while True:
         last = stopping.is_set()
         lines, offset = read_lines(run_dir / "metrics.jsonl", cursor.offset)
-        send(tracker, [line for line in lines if line.get("run") == run_id])
+        for point in (point for line in lines if line.get("run") == run_id for point in points(line)):
+            tracker.log(point)
         if offset > cursor.offset:
             cursor = Cursor(run_id, tracker.tracker_id, offset)
             write_cursor(run_dir, kind, cursor)
@@ -103,10 +104,3 @@ def run_tracker(config: BaseConfig, run_id: str, section: TrackerSection, stoppi
             return
         else:
             stopping.wait(POLL_SECONDS)
-
-
-def send(tracker: Tracker, lines: list[Line]) -> None:
-    """Sends every point of the lines, in order."""
-    for line in lines:
-        for point in points(line):
-            tracker.log(point)

@@ -4,7 +4,9 @@ Invariant: parameters are those of the run's first start, since MLflow refuses t
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from posixpath import normpath
 from typing import TYPE_CHECKING
 
 from polyreme.config.trackers import MlflowConfig
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 _BATCH = 100
 """Maximum number of parameters in one call of MLflow."""
+_REFUSED = re.compile(r"[^\w.\-: /]")
+_LONGEST_NAME = 250
 _LONGEST = 6000
 """Maximum characters of a parameter's value."""
 
@@ -34,8 +38,8 @@ class MlflowTracker:
         self._client.update_run(self.tracker_id, status="RUNNING")
 
     def log(self, point: Point) -> None:
-        milliseconds = int(point.time * 1000)
-        metrics = [self._metric(name, value, milliseconds, point.step) for name, value in point.values.items()]
+        milliseconds, names = int(point.time * 1000), metric_names(point.values)
+        metrics = [self._metric(names[name], value, milliseconds, point.step) for name, value in point.values.items()]
         self._client.log_batch(self.tracker_id, metrics=metrics)
 
     def close(self) -> None:
@@ -49,6 +53,18 @@ class MlflowTracker:
         for start in range(0, len(params), _BATCH):
             self._client.log_batch(tracker_id, params=params[start : start + _BATCH])
         return tracker_id
+
+
+def metric_names(names: Iterable[str]) -> dict[str, str]:
+    """The names that MLflow takes, by ours: a metric may not be below another one in its store of files, as those of a reward's parts are."""
+    found, known = {}, list(names)
+    for name in known:
+        parent = next((f"{each}/" for each in known if name.startswith(f"{each}/")), "")
+        taken = _REFUSED.sub(
+            "_", parent[:-1] + "." * bool(parent) + name.removeprefix(parent).replace("/", "." if parent else "/")
+        )
+        found[name] = (taken if normpath(taken) == taken else taken.replace("/", "_"))[:_LONGEST_NAME]
+    return found
 
 
 def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
