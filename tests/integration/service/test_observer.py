@@ -21,9 +21,9 @@ from polyreme.rundir.service_status import ServiceState, model_statuses
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.remote import RemoteService
+from polyreme_trainer.service.observer.meters import StepMeters
 from polyreme_trainer.service.observer.metrics import ServiceMetrics
 from polyreme_trainer.service.observer.observer import Observer
-from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.wire import Request
 from polyreme_trainer.stages.table import cross_entropy
 from support.configs import run_config
@@ -162,9 +162,9 @@ async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) ->
 
 
 async def test_requests_of_one_pass_are_busy_once(world: World) -> None:
-    report, request = LearnerReport(world.log.records), Request("forward", {})
-    _, count = report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0)
-    await count
+    request = Request("forward", {})
+    _, counts = StepMeters().report({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0)
+    await world.log.records.count(counts)
     assert (await world.log.records.counts())["learner"] == {"busy_seconds": 2.0}
 
 
