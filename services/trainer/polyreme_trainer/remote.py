@@ -28,10 +28,6 @@ from polyreme_trainer.algorithms.objective import StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss
 
-CALL_SECONDS = 600.0
-"""How long a call is sent again while the service does not answer."""
-TURN_SECONDS = 86400.0
-"""How long a call is sent again while the service answers that it, or one before it, waits for its turn."""
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 _PAUSE = Backoff(first=0.2, longest=1.0)
 
@@ -47,6 +43,11 @@ class RemoteAnswer:
 
 class RemoteService:
     """A model with all parameters on a service, trained and sampled by this program. `open` creates one."""
+
+    CALL_SECONDS = 600.0
+    """How long a call is sent again while the service does not answer."""
+    TURN_SECONDS = 86400.0
+    """How long a call is sent again while the service answers that it, or one before it, waits for its turn."""
 
     def __init__(self, http: httpx.Client, config: RunConfig, session: str) -> None:
         self._http, self._config, self._session = http, config, session
@@ -206,7 +207,7 @@ class RemoteService:
                     raise RunFailedError(f"an answer to {endpoint}", f"{answer.status_code} {problem}", "Correct the request.")
             except httpx.TransportError as error:
                 problem = repr(error)
-            if time.monotonic() > min(heard + CALL_SECONDS, began + TURN_SECONDS):
+            if time.monotonic() > min(heard + self.CALL_SECONDS, began + self.TURN_SECONDS):
                 raise UnavailableError(f"an answer of {self._http.base_url} to {endpoint}", problem, "Start it, or see its log.")
             attempt += 1
             time.sleep(_PAUSE.draw(attempt))

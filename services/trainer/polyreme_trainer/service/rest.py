@@ -62,7 +62,7 @@ class RestRoutes:
 
     def routes(self, prefix: str) -> list[Route]:
         """The routes below `prefix`."""
-        supported: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Response]]] = {
+        handlers: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Response]]] = {
             ("GET", "/sessions"): self._sessions,
             ("GET", "/sessions/{session}"): self._session,
             ("POST", "/sessions/{session}/finish"): self._finish,
@@ -75,8 +75,8 @@ class RestRoutes:
             ("GET", _CHECKPOINT + "/external_weights_urls"): self._urls,
             ("GET", "/files/{model}/{name}/{file}"): self._file,
         }
-        refused = {place: partial(_refuse, what) for place, what in _NOT_SUPPORTED.items()}
-        return [Route(prefix + path, handler, methods=[method]) for (method, path), handler in {**supported, **refused}.items()]
+        handlers |= {place: partial(_refuse, what) for place, what in _NOT_SUPPORTED.items()}
+        return [Route(prefix + path, handler, methods=[method]) for (method, path), handler in handlers.items()]
 
     async def _sessions(self, request: HttpRequest) -> Response:
         names = await self._log.names("session", tenant_of(request))
