@@ -34,6 +34,14 @@ def value_in(text: str, place: int) -> tuple[object, int]:
     return value, end
 
 
+def whole_value(text: str) -> object:
+    """The JSON value that is all of a text. Raises as `value_in`, and ValueError for more after it."""
+    value, end = value_in(text, len(text) - len(text.lstrip()))
+    if rest := text[end:].strip():
+        raise ValueError(f"more after it: {rest:.40}")
+    return value
+
+
 def half_character(value: object) -> str | None:
     """A lone surrogate of the value, escaped, or None. JSON can escape it, but UTF-8 cannot encode it."""
     try:
@@ -48,9 +56,7 @@ def from_text(value: object, what: str, do: str = "Fix the row.") -> object:
     if not isinstance(value, str) or not value:
         return value
     try:
-        found, end = value_in(value, len(value) - len(value.lstrip()))
-        if rest := value[end:].strip():
-            raise ValueError(f"more after it: {rest:.40}")
+        found = whole_value(value)
     except ValueError as error:
         raise DataError(f"JSON text as {what}", f"{value:.80} ({str(error).partition(';')[0]})", do) from None
     if "\\u" in value and (half := half_character(found)):

@@ -268,12 +268,14 @@ class StageStep(_Numbered, kind="step"):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesServed(MetricRecord, kind="samples"):
-    """A model of the training service has answered requests. `file`: of their samples; `next_group`: above the groups in it."""
+    """A model of the training service has answered requests. `file`: of their samples; `next_group`: above the groups in it; `dropped`: files that
+    are deleted for it."""
 
     file: str
     samples: int
     tokens: int
     next_group: int
+    dropped: Sequence[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

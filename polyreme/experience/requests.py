@@ -141,6 +141,7 @@ class RequestLog:
         self.limits = limits or RequestBounds()
         self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
+        self._given_up = set[str]()
         self._waiters: dict[str, set[asyncio.Future[bytes]]] = {}
         self.records = ServiceRecords(redis, name)
 
@@ -168,6 +169,21 @@ class RequestLog:
             return []
         ids, nonce = [place.id for place in places], secrets.token_hex(8)
         return list(await self._scripts.call("begun", nonce, *ids, keys=[self._key("begun")]))
+
+    async def attempt(self, id: str) -> bool:
+        """Counts a beginning of work that is no request. Returns False once MAX_BEGUN beginnings have ended with their process: this one does not try
+        the work any more, a later one does. `id`: begins with a tenant."""
+        if id not in self._given_up:
+            [begun] = await self.begin([LogPlace(id, "learner")])
+            if begun <= MAX_BEGUN:
+                return True
+            self._given_up.add(id)
+            await self.end_attempt(id)
+        return False
+
+    async def end_attempt(self, id: str) -> None:
+        """Ends the count: the work is done, or not wanted any more."""
+        await self._redis.hdel(self._key("begun"), id)
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False, record: MetricRecord | None = None) -> bool:
         """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a restart executes it

@@ -169,6 +169,29 @@ async def test_turns_are_offered_again_when_a_lease_returns(world):
             await turns.close()
 
 
+async def test_a_client_that_reads_no_further_keeps_no_place(world):
+    """Of an answer that is there: the place is for another turn."""
+    async with world(environment={"episodes": 1}) as w:
+        pool = OnlinePool(w.config, EnvironmentMetrics(), w.settings, w.world.run, KEY, grouped=True)
+
+        async def played(*answers):
+            async def told():
+                for each in answers:
+                    yield each
+
+            async with pool.episode() as turn:
+                return [moved.done async for moved in turn.play({}, told())]
+
+        delta, answer = pb.RunRequest(delta=pb.Delta(text="a")), pb.RunRequest(answer=pb.Answer(text="ab"))
+        slow, other = pool.sample(pb.AgentRequest(number=1)), pool.sample(pb.AgentRequest(number=1))
+        reading = asyncio.create_task(anext(slow))
+        assert await played(delta, answer) == [False, True] and (await reading).text == "a"
+        reading = asyncio.create_task(anext(other))
+        await played(answer)
+        assert (await reading).text == "ab" and (await anext(slow)).text == "ab"
+        await asyncio.gather(slow.aclose(), other.aclose())
+
+
 async def test_what_is_too_old_is_dropped_and_counted(world):
     async with world(online={"max_age": 0.2}) as w:
         product = await w.started()

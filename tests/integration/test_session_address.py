@@ -165,6 +165,21 @@ async def test_what_a_session_refuses_costs_no_turn():
         assert asked(ask) == (0, [("user", "hello")]) and not ask.agent.HasField("temperature")
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "[" * 480 + "]" * 480], ids=["nan", "infinite", "deep"])
+async def test_a_value_that_is_no_json_is_refused(value):
+    """Before a turn is sampled: its reply could not tell the value."""
+    tools = '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": %s}}}]'
+    async with address() as opened:
+        episode = await opened()
+        async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
+            for path, body in (
+                ("responses", '{"input": "a", "metadata": {"a": %s}}'),
+                ("chat/completions", '{"messages": [{"role": "user", "content": "a"}], ' + tools + "}"),
+            ):
+                reply = await http.post(f"{episode.url}/{path}", content=body % value)
+                assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_request"
+
+
 async def test_after_a_bound_a_session_replays_and_refuses():
     async with address() as opened:
         episode = await opened()

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -140,7 +140,7 @@ class Index:
         if not lines:
             return 0
         metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
-        points, events, files, size = [], [], list[str](), 0
+        points, events, files, dropped, size = [], [], list[str](), list[str](), 0
         end = offset
         for after, line in lines:
             if size >= self._bytes_at_once:
@@ -150,7 +150,9 @@ class Index:
             if record.get("run") != run_id:
                 continue
             iteration = max(iteration, step_of(record))
-            files += (announced := sample_files_of(record))
+            announced, old = sample_files_of(record)
+            files += announced
+            dropped += old
             size += sum(found.st_size for name in announced if (found := _stat(self._run_dir / "samples" / name)))
             for name, value, step in points_of(record):
                 if name not in metrics:
@@ -167,6 +169,7 @@ class Index:
             prompts: dict[tuple[str, str], int] = {}
             for name in files:
                 self._add_sample_file(connection, name, prompts)
+            _drop_sample_files(connection, dropped)
             values["samples"] = str(connection.execute("SELECT count(*) FROM sample").fetchone()[0])
         _write_meta(connection, values)
         return end - offset
@@ -202,6 +205,16 @@ class Index:
                     f"the lock of the index {self._path}", waited, "Wait until it is built, then try again."
                 ) from error
             raise ConfigError(f"a usable index {self._path}", str(error), "Delete the file; it is built again.") from error
+
+
+def _drop_sample_files(connection: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Drops the samples of deleted files, and prompts and spans without a sample."""
+    for name in names:
+        groups = 'SELECT step, "group" FROM sample WHERE file = ?'
+        connection.execute(f'DELETE FROM span WHERE (step, "group") IN ({groups})', [name])
+        connection.execute("DELETE FROM sample WHERE file = ?", [name])
+    if names:
+        connection.execute("DELETE FROM prompt WHERE id NOT IN (SELECT prompt FROM sample)")
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -99,17 +99,17 @@ def step_of(line: Line) -> int:
     return 0
 
 
-def sample_files_of(line: Line) -> list[str]:
-    """The names of the sample files that are complete when this record is written. A file is missing if its iteration's groups had been
-    deleted."""
+def sample_files_of(line: Line) -> tuple[list[str], Sequence[str]]:
+    """The names of the sample files that are complete when this record is written, and of those that are deleted for them. A file is missing if
+    its iteration's groups had been deleted."""
     match read_record(line):
         case IterationTrained(iteration=number):
-            return [f"iteration_{number:04d}.jsonl"]
+            return [f"iteration_{number:04d}.jsonl"], ()
         case Evaluation(version=number):
-            return [f"evaluation_{number:04d}.jsonl"]
-        case SamplesServed(file=name):
-            return [name]
-    return []
+            return [f"evaluation_{number:04d}.jsonl"], ()
+        case SamplesServed(file=name, dropped=dropped):
+            return [name], dropped
+    return [], ()
 
 
 def event_of(record: Line) -> dict[str, object] | None:

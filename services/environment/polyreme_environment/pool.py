@@ -37,11 +37,9 @@ class HostedEpisode(Protocol):
 
     async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins."""
-        ...
 
     async def step(self, answer: pb.Answer) -> Moved:
         """Takes the policy's answer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class StreamedEpisode(Protocol):
 
     def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
         """Yields what it asks for, and at last how it ended; nothing more when the answers end. Raises as a `HostedEpisode`."""
-        ...
 
 
 class Pool(Protocol):
@@ -81,12 +78,10 @@ class Pool(Protocol):
     @property
     def about(self) -> tuple[str, str]:
         """Version and description of the environment."""
-        ...
 
     @property
     def available(self) -> bool:
         """Whether an episode could be played."""
-        ...
 
     async def start(self) -> None:
         """Raises ConfigError or UnavailableError when there is no environment."""
@@ -95,4 +90,3 @@ class Pool(Protocol):
 
     def episode(self) -> AbstractAsyncContextManager[HostedEpisode | StreamedEpisode]:
         """An episode, until the end of the block. Raises FullError or EpisodeLostError."""
-        ...

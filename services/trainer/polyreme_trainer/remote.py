@@ -28,8 +28,6 @@ from polyreme_trainer.algorithms.objective import StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss
 
-CALL_SECONDS = 600.0
-"""How long a call is sent again while the service does not answer."""
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 _PAUSE = Backoff(first=0.2, longest=1.0)
 
@@ -45,6 +43,11 @@ class RemoteAnswer:
 
 class RemoteService:
     """A model with all parameters on a service, trained and sampled by this program. `open` creates one."""
+
+    CALL_SECONDS = 600.0
+    """How long a call is sent again while the service does not answer."""
+    TURN_SECONDS = 86400.0
+    """How long a call is sent again while the service answers that it, or one before it, waits for its turn."""
 
     def __init__(self, http: httpx.Client, config: RunConfig, session: str) -> None:
         self._http, self._config, self._session = http, config, session
@@ -70,8 +73,9 @@ class RemoteService:
             opened = cls(http, config, "")
             session = opened._post("create_session", {"tags": [], "sdk_version": "polyreme"})["session_id"]
             service = cls(http, config, str(session))
-            service._create()
+            created = service._create()
             try:
+                service._result(created)
                 yield service
             finally:
                 service._post("unload_model", {"model_id": service._model})
@@ -145,10 +149,11 @@ class RemoteService:
 
     # -- requests
 
-    def _create(self) -> None:
+    def _create(self) -> str:
+        """Asks for the model. Returns the id of the request."""
         [served] = self._post("get_server_capabilities", None)["supported_models"]
         given = {"session_id": self._session, "model_seq_id": 0, "base_model": served["model_name"], "lora_config": {"rank": 0}}
-        self._result(self._post("create_model", given)["request_id"])
+        return str(self._post("create_model", given)["request_id"])
 
     def _begin(self, adam: Mapping[str, float]) -> None:
         """Takes Adam's settings, and drops its moments."""
@@ -184,7 +189,7 @@ class RemoteService:
 
     def _send(self, endpoint: str, content: Mapping[str, object] | pb.ForwardBackwardRequest | None) -> httpx.Response:
         """The answer to a request, which is sent again until there is one. None: a GET."""
-        deadline = time.monotonic() + CALL_SECONDS
+        began = heard = time.monotonic()
         attempt = 0
         while True:
             problem = "no answer"
@@ -196,12 +201,14 @@ class RemoteService:
                 if answer.is_success:
                     return answer
                 problem = answer.text
+                if answer.status_code in (408, 429):
+                    heard = time.monotonic()
                 if answer.status_code not in _AGAIN:
                     raise RunFailedError(f"an answer to {endpoint}", f"{answer.status_code} {problem}", "Correct the request.")
             except httpx.TransportError as error:
                 problem = repr(error)
-            if time.monotonic() > deadline:
-                raise UnavailableError(f"an answer of {self._http.base_url} to {endpoint}", problem, "Start `polyreme serve`.")
+            if time.monotonic() > min(heard + self.CALL_SECONDS, began + self.TURN_SECONDS):
+                raise UnavailableError(f"an answer of {self._http.base_url} to {endpoint}", problem, "Start it, or see its log.")
             attempt += 1
             time.sleep(_PAUSE.draw(attempt))
 

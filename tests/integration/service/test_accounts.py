@@ -1,5 +1,6 @@
 """Accounts and quotas: who may use the service, how much, and what an answer says when it is too much."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ async def test_a_tenant_has_so_many_sessions_and_models(client: Client) -> None:
     await client.post(ALICE, "unload_model", model_id=models[0])
     await client.model(ALICE, first, 2)
     await client.session(BOB)
+
+
+async def test_requests_at_the_same_time_stay_within_a_quota(client: Client) -> None:
+    session = (await client.session(ALICE))["session_id"]
+    given = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 4}}
+    asked: list[tuple[str, dict[str, Any]]] = [("create_session", {"tags": []})] * 8
+    asked += [("create_model", {**given, "model_seq_id": number}) for number in range(8)]
+    posts = [client.http.post(f"/api/v1/{path}", json=fields, headers={"x-api-key": ALICE}) for path, fields in asked]
+    statuses = [answer.status_code for answer in await asyncio.gather(*posts)]
+    assert (statuses[:8].count(200), statuses[8:].count(200)) == (1, 2)
 
 
 async def test_a_model_that_could_not_be_created_is_not_counted(redis: Redis, run_id: str, tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from polyreme_trainer.service.agents.run import KEY_ENV, TOKEN_ENV, open_run, se
 from polyreme_trainer.service.agents.sessions import AgentSessions
 from polyreme_trainer.service.agents.turns import serve_turns
 from polyreme_trainer.service.api import ServiceApi
-from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.folders import FACTS, Facts, Folders, remove
+from polyreme_trainer.service.http_answers import tenant_with
+from polyreme_trainer.service.messages import SavedModel
 from support import simulated_service
 from support.waiting import until
 
@@ -235,6 +237,19 @@ async def test_what_cannot_be_sampled_from_is_refused(agents: Agents) -> None:
     opened = await agents.open()
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         await say(opened, {"role": "user", "content": "1" * 300})
+
+
+async def test_an_agent_of_weights_that_are_gone_is_told_so(agents: Agents, tmp_path: Path, run_id: str) -> None:
+    """At once, and not after `agents.max_seconds`."""
+    saved = SavedModel(f"{'a' * 32}:train:0", "sampler_weights", "one")
+    folder = Folders(tmp_path / run_id).folder(saved)
+    folder.mkdir(parents=True)
+    (folder / FACTS).write_text(Facts("base", None, 1, 0, tenant=tenant_with("tml-a")).to_json())
+    opened = await agents.open(model_path=str(saved))
+    remove(folder)
+    async with asyncio.timeout(60):
+        with pytest.raises(openai.BadRequestError, match="weights that the sampler can load"):
+            await say(opened, HELLO)
 
 
 @pytest.mark.parametrize("settings", [{"max_age": 0.2}])

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ async def test_a_batch_that_is_refused_keeps_its_place(client: Client) -> None:
     assert refused.op == "refused" and "stable_reinforce" in refused.fields["message"]
 
 
+async def test_a_batch_of_very_many_datums_holds_up_nobody(client: Client) -> None:
+    model = await client.model()
+    targets = pb.TensorData(dense=np.array([2], "<i4").tobytes(), dtype=pb.DTYPE_INT32)
+    text = pb.InputChunk(encoded_text=pb.EncodedText(tokens=np.array([1], "<i4").tobytes()))
+    data = [pb.Datum(model_input=[text], loss_fn_inputs={"target_tokens": targets})] * 30_000
+    batch = pb.ForwardBackwardRequest(model_id=model, seq_id=1, data=data, loss_fn="cross_entropy")
+    sending = asyncio.create_task(client.http.post("/api/v1/forward_backward", content=batch.SerializeToString(), timeout=60.0))
+    times = [time.monotonic()]
+    while not sending.done():
+        await asyncio.sleep(0.001)
+        times.append(time.monotonic())
+    assert (await sending).status_code == 200
+    assert max(np.diff(times)) < (times[-1] - times[0]) / 2
+
+
 async def test_an_answer_is_held_for_its_result(client: Client) -> None:
     model = await client.model()
     [place] = await client.log.open("learner")
@@ -151,6 +167,21 @@ async def test_stop_strings_leave_the_models_own_end_tokens(client: Client) -> N
         await client.post("asample", **sample, sampling_params={"stop": stop})
     found = [(request.fields["stop_ids"], request.fields["stop_strings"]) for request in await client.logged("sampler")]
     assert found == [(None, []), (None, ["]"]), (None, ["]", "."]), ([5, 6], []), ([], [])]
+
+
+async def test_a_prompt_that_no_sampler_takes_is_not_logged(client: Client) -> None:
+    """It would take the room of others' requests."""
+    sample: dict[str, Any] = {"base_model": "base", "sampling_params": {}}
+    for length, status in ((63, 200), (64, 400)):
+        await client.post("asample", status, **sample, prompt={"chunks": [{"tokens": [1] * 32}, {"tokens": [1] * (length - 32)}]})
+    assert [len(request.fields["prompt"]) for request in await client.logged("sampler")] == [63]
+
+
+async def test_metadata_that_is_no_json_is_refused(client: Client) -> None:
+    """It would be in no list of sessions any more."""
+    for number in (b"NaN", b"1e999"):
+        answer = await client.http.post("/api/v1/create_session", content=b'{"user_metadata": {"a": %s}}' % number)
+        assert answer.status_code == 400 and "JSON" in answer.json()["error"]
 
 
 async def test_a_sampling_session_knows_its_checkpoint(client: Client) -> None:

@@ -21,9 +21,9 @@ from polyreme.rundir.service_status import ServiceState, model_statuses
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.remote import RemoteService
+from polyreme_trainer.service.observer.meters import StepMeters
 from polyreme_trainer.service.observer.metrics import ServiceMetrics
 from polyreme_trainer.service.observer.observer import Observer
-from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.wire import Request
 from polyreme_trainer.stages.table import cross_entropy
 from support.configs import run_config
@@ -48,12 +48,14 @@ class World:
     """A log, and an observer of it that can be started again."""
 
     def __init__(self, redis: Redis, name: str, folder: Path) -> None:
-        self.log, self.folder = RequestLog(redis, name), folder
+        self.log, self.folder, self.samples_bytes = RequestLog(redis, name), folder, 1 << 30
         write_tiny_model(folder / "base")
         self.observer = self.new_observer()
 
     def new_observer(self) -> Observer:
-        return Observer(self.log, self.folder, self.folder / "base", "tiny", {TENANT: "alice"})
+        made = Observer(self.log, self.folder, self.folder / "base", "tiny", {TENANT: "alice"})
+        made.samples_bytes = self.samples_bytes
+        return made
 
     async def observe(self, lines: int) -> None:
         """Runs an observer until the model has this many lines."""
@@ -107,6 +109,24 @@ async def test_an_observer_that_starts_again_repeats_nothing(world: World, redis
     assert await world.log.records.read("0", 10, 1) == []
 
 
+async def test_the_samples_of_a_model_have_a_bound(world: World) -> None:
+    """The page has the newest ones, also with an index that it builds anew."""
+    world.samples_bytes, model = 3000, world.folder / "models" / MODEL
+    for number in range(9):
+        await world.log.records.add_sampled(MODEL, group(f"{number}", f"{number}" * 100))
+        await world.observe(number + 1)
+        if number == 4:
+            (early := RunReader(model)).refresh()
+    files = list((model / "samples").iterdir())
+    assert 1 < len(files) < 9 and sum(file.stat().st_size for file in files) <= 3000
+    for reader in (early, RunReader(model)):
+        reader.refresh()
+        found = [(sample["group"], sample["sample"]) for sample in reader.read_samples(SampleQuery(order="oldest"))]
+        assert found == [(number, place) for number in range(9 - len(files), 9) for place in (0, 1)]
+        assert reader.contents().samples == len(found) and len(reader.group_spans(0, 9)) == len(files)
+        (model / "index.sqlite").unlink()
+
+
 async def test_a_folder_tells_the_models_of_each_tenant(world: World) -> None:
     await world.log.records.add(MODEL, as_line(step(3.0)))
     await world.log.records.add_sampled(MODEL, group("one"))
@@ -142,9 +162,9 @@ async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) ->
 
 
 async def test_requests_of_one_pass_are_busy_once(world: World) -> None:
-    report, request = LearnerReport(world.log.records), Request("forward", {})
-    _, count = report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0)
-    await count
+    request = Request("forward", {})
+    _, counts = StepMeters().report({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0)
+    await world.log.records.count(counts)
     assert (await world.log.records.counts())["learner"] == {"busy_seconds": 2.0}
 
 

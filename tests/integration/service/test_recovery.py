@@ -14,13 +14,15 @@ from redis.asyncio import Redis
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import RequestLog, in_lane
 from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
+from polyreme.process.tasks import running
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts, Folders
 from polyreme_trainer.service.learner import ModelLearner
 from polyreme_trainer.service.messages import SavedModel
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request, json_result
-from support.simulated_service import BASE, engine
+from polyreme_trainer.testing.simulated_tenants import SimulatedTenantEngine
+from support.simulated_service import BASE, LONGEST, VOCAB, engine
 
 MODEL = f"{'a' * 32}:train:0"
 LORA = {"rank": 4, "seed": 3, "train_unembed": True, "train_mlp": True, "train_attn": True, "type": "", "user_metadata": {}}
@@ -410,3 +412,66 @@ async def test_a_request_that_ended_two_learners_fails(service: Service) -> None
         async with service.learner():
             result = await service.log.result(place.id, 60.0)
         assert result is not None and (b'"category": "server"' in result) == (begun == STARTS_WITHOUT_MEMORY - 1)
+
+
+class Lacking(SimulatedTenantEngine):
+    """An engine whose process ends as it takes a saved model into memory."""
+
+    def load(self, *given: Any, **named: Any) -> None:
+        raise MemoryError
+
+
+async def test_a_model_that_ends_each_start_is_given_up(service: Service, redis: Redis, run_id: str, tmp_path: Path) -> None:
+    """Before the service would end. Other models go on, and so does this one in a later process."""
+    wanted = await undisturbed(redis, run_id, tmp_path / "quiet")
+    async with service.learner(replay_seconds=0.0):
+        found = await service.ask(*LOOP[:-2])
+    asking = asyncio.create_task(service.ask(LOOP[-2]))
+    logs = [RequestLog(redis, run_id) for _ in range(STARTS_WITHOUT_MEMORY)]
+    learners = [ModelLearner(log, Lacking(VOCAB, LONGEST), States(service.root, 1 << 30), BASE, 32) for log in logs]
+    for learner in learners[:-1]:
+        with pytest.raises(MemoryError):
+            await learner.run(asyncio.Event())
+    async with running(learners[-1].run(asyncio.Event())):
+        other = in_lane(MODEL.replace(":0", ":1"), 0)
+        await service.log.set_record("model", other.lane, {"tenant": "t"})
+        await service.log.submit(other, CREATE.pack())
+        refused = [*await asking, *await service.ask(STEP)]
+        created = await service.log.result(other.id, 60.0)
+    assert all(b'"category": "server"' in each and b"ended 2 times" in each for each in refused)
+    assert created is not None and b"error" not in created
+    service.log = RequestLog(redis, run_id)
+    async with service.log.following(), service.learner():
+        found += await service.ask(*LOOP[-2:])
+    assert found == wanted
+
+
+async def test_a_request_for_no_model_moves_none_to_disk(service: Service) -> None:
+    service.max_models = 1
+    other = in_lane(MODEL.replace(":0", ":1"), 0)
+    async with service.learner():
+        await service.ask(CREATE)
+        await service.log.submit(other, STEP.pack())
+        refused = await service.log.result(other.id, 60.0)
+        assert refused is not None and b"could not be created" in refused
+        assert list(service.engine.models) == [MODEL]
+
+
+class Refusing(SimulatedTenantEngine):
+    """An engine that drops the gradient of its first step."""
+
+    def optim_step(self, name: str, given: Any) -> tuple[float, int]:
+        if "refused" not in self.executed:
+            self.executed.append("refused")
+            raise TenantError("expected a finite gradient; found norm nan")
+        return super().optim_step(name, given)
+
+
+async def test_batches_of_a_dropped_gradient_are_in_no_step(service: Service) -> None:
+    """Their loss may be NaN, which the page cannot show."""
+    learner = ModelLearner(service.log, Refusing(VOCAB, LONGEST), States(service.root, 1 << 30), BASE, 32)
+    async with running(learner.run(asyncio.Event())):
+        *_, refused, _, _ = await service.ask(CREATE, batch(1), STEP, batch(2), STEP)
+    assert b"finite gradient" in refused
+    [step] = await service.log.records.read("0", 10, 1)
+    assert (step.fields["sequences"], step.fields["tokens"]) == (1, 2)

@@ -14,10 +14,12 @@ from safetensors.numpy import save_file
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, RequestLog
+from polyreme.process.supervisor import STARTS_WITHOUT_MEMORY
+from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine
 from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.service.wire import Request
 from polyreme_trainer.testing.simulated_tenants import WEIGHT
-from support.simulated_service import LONGEST, AdapterEngine, sample
+from support.simulated_service import LONGEST, VOCAB, AdapterEngine, sample
 from support.waiting import until
 
 PROMPT = [5, 9, 14, 7]
@@ -190,6 +192,33 @@ async def test_a_rank_above_the_engines_is_loaded_alone(adapters: tuple[Sampler,
     answers = await asyncio.gather(*(sampler.tokens(weights=path) for path in (narrow, wide, narrow, wide, None)))
     assert answers[0] == answers[2] and answers[1] == answers[3]
     assert [name.partition(" ")[0] for name in engine.read] == [narrow]
+
+
+class Ending(SimulatedInferenceEngine):
+    """An engine whose process ends as it loads anything but the base model."""
+
+    async def load(self, sources: Any) -> Any:
+        if sources[0].generation > 2:
+            raise MemoryError
+        return await super().load(sources)
+
+
+async def test_weights_that_end_each_start_are_given_up(redis: Redis, run_id: str, tmp_path: Path) -> None:
+    """Before the service would end. Other requests are answered."""
+    log, path = RequestLog(redis, run_id), save_adapter(tmp_path / "saved", 1)
+    async with log.following():
+        sampler = Sampler(log)
+        asking = [asyncio.create_task(sampler.ask(weights=weights)) for weights in (path, path, None)]
+        for starts in range(STARTS_WITHOUT_MEMORY):
+            ending = Ending(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
+            sampling = asyncio.create_task(sample(RequestLog(redis, run_id), asyncio.Event(), ending))
+            if starts < STARTS_WITHOUT_MEMORY - 1:
+                with pytest.raises(MemoryError):
+                    await sampling
+        refused, again, answer = await asyncio.gather(*asking)
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+    assert b"ended 2 times" in refused and refused == again and answer[:1] == b"P"
 
 
 async def test_stops_end_an_answer(sampler: Sampler) -> None:

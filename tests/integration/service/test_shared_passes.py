@@ -3,7 +3,7 @@ engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
-from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.folders import Facts, Folders
 from polyreme_trainer.service.learner import ModelLearner
 from polyreme_trainer.service.snapshots import SnapshotProbe
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request, failure
 from polyreme_trainer.testing.simulated_tenants import SimulatedTenantEngine
 from support.simulated_service import BASE, LONGEST, VOCAB, engine, sample
+from support.waiting import until
 
 MODELS = [f"{letter * 32}:train:0" for letter in "abc"]
 LORA = {"rank": 4, "seed": 3, "train_unembed": True, "train_mlp": True, "train_attn": True, "type": "", "user_metadata": {}}
@@ -67,6 +68,15 @@ async def submit(log: RequestLog, seq: int, **requests: Request) -> list[LogPlac
     for place, request in zip(places, requests.values(), strict=True):
         assert await log.submit(place, request.pack()) == "new"
     return places
+
+
+@asynccontextmanager
+async def sampling(log: RequestLog) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    task = asyncio.create_task(sample(log, stop))
+    yield
+    stop.set()
+    await task
 
 
 async def results(log: RequestLog, places: list[LogPlace]) -> list[bytes]:
@@ -150,3 +160,39 @@ async def test_a_snapshot_without_a_sampler_is_noted(log: RequestLog, tmp_path: 
         [answer] = await results(log, [saved])
     assert b"tinker://" in answer
     assert any(saved.id in record.message for record in caplog.records if record.levelname == "WARNING")
+
+
+@pytest.mark.parametrize("kills", [False, True])
+async def test_a_refused_snapshot_leaves_what_it_replaces(kills: bool, log: RequestLog, tmp_path: Path) -> None:
+    """Also when the learner is killed before the sampler has loaded it."""
+    strict, saved = SnapshotProbe.of(VOCAB, LONGEST, "float32"), tmp_path / MODELS[0] / "sampler_weights" / "one"
+    again = Request("save_weights_for_sampler", {**SAVE, "overwrite": True})
+    first = [CREATE, Request("save_weights_for_sampler", SAVE), batch("forward_backward", 3), Request("optim_step", {"adam": {}})]
+    async with learning(log, tmp_path, replace(strict, limit=np.inf)), sampling(log):
+        for seq, request in enumerate(first):
+            assert b"error" not in (await results(log, await submit(log, seq, a=request)))[0]
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    [place] = await submit(log, 4, a=again)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(learning(log, tmp_path, strict))
+        if kills:
+            await until(lambda: (facts := Facts.read(saved)) is not None and facts.seq == 4)
+            await stack.aclose()
+            await stack.enter_async_context(learning(log, tmp_path, strict))
+        await stack.enter_async_context(sampling(log))
+        [refused] = await results(log, [place])
+    assert b"mismatch_kl" in refused
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+    assert [each.name for each in saved.parent.iterdir()] == ["one"]
+
+
+async def test_a_mismatch_that_is_found_late_is_acted_on(log: RequestLog, tmp_path: Path) -> None:
+    """The client has heard of the weights, and its model goes on."""
+    canary = replace(SnapshotProbe.of(VOCAB, LONGEST, "float32"), seconds=0.0)
+    async with learning(log, tmp_path, canary):
+        await results(log, await submit(log, 0, a=CREATE))
+        [answer] = await results(log, await submit(log, 1, a=Request("save_weights_for_sampler", SAVE)))
+        assert b"tinker://" in answer and len(Folders(tmp_path).kept(MODELS[0])) == 1
+        await results(log, await submit(log, 2, a=batch("forward", 3)))
+        async with sampling(log):
+            await until(lambda: not Folders(tmp_path).kept(MODELS[0]))

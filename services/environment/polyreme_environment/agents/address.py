@@ -53,11 +53,9 @@ class OpenSession(Protocol):
 
     async def turn(self, read: Read) -> AgentTurn:
         """The turn that answers what `read` reads."""
-        ...
 
     def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
         """What is certain of that turn, as it is sampled, and at last the turn."""
-        ...
 
     async def give(self, amount: float, task: str = "") -> None:
         """Gives a reward. `task`: of a running product's session that was opened without."""

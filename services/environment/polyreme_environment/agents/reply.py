@@ -107,15 +107,12 @@ class EventWriter(Protocol):
 
     def begin(self, turn: PartialTurn | AgentTurn) -> Iterator[Event]:
         """The first events. Neither thought nor text are told."""
-        ...
 
     def more(self, turn: PartialTurn | AgentTurn, thought: str, text: str) -> Iterator[Event]:
         """What the thought and the text go on with. No thought follows a text."""
-        ...
 
     def end(self, turn: AgentTurn) -> Iterator[Event]:
         """The last events, when all of the thought and the text have been told."""
-        ...
 
 
 async def server_sent(writer: EventWriter, parts: AsyncIterator[PartialTurn | AgentTurn]) -> AsyncIterator[bytes]:

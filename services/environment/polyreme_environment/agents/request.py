@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from polyreme.dataset.chat import Chat, Message, read_chat
+from polyreme.dataset.strict_json import whole_value
 from polyreme.errors import DataError
 from polyreme_environment.agents.conversation import digests
 
@@ -130,8 +131,8 @@ def check_neutral(value: object, key: str, allowed: Sequence[object]) -> None:
 def read_object(body: bytes) -> dict[str, object]:
     """The JSON object in a body. Raises RefusedRequestError."""
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        asked = whole_value(body.decode())
+    except ValueError as error:
         raise bad(f"expected a JSON object; found {error}. Fix the request's body.") from None
     if not isinstance(asked, dict):
         raise bad(f"expected a JSON object; found a {type(asked).__name__}. Fix the request's body.")

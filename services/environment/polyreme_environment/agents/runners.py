@@ -37,7 +37,6 @@ class Runner(Protocol):
     @property
     def about(self) -> tuple[str, str]:
         """Version and description of the agent."""
-        ...
 
     @property
     def available(self) -> bool: ...
@@ -55,7 +54,6 @@ class Runner(Protocol):
             EpisodeLostError: through no fault of its own it did not come to an end.
             FullError: it has not begun, since there is no room at the moment.
         """
-        ...
 
 
 async def posted(url: str, body: object, limit: int) -> tuple[httpx.Response, bytes]:

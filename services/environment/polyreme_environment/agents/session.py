@@ -134,24 +134,16 @@ class AgentSession:
         """The turn that answers what `read` reads. Raises RefusedRequestError."""
         return await self.answer(read(self.history))
 
-    def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
-        """`stream` for what `read` reads. Raises RefusedRequestError."""
-        return self.stream(replace(read(self.history), streams=True))
-
-    async def give(self, amount: float, task: str = "") -> None:
-        """See `reward`."""
-        self.reward(amount)
-
     async def answer(self, request: TurnRequest) -> AgentTurn:
         """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
         pending = self._pending(request)
         pending.is_kept = True
         return await asyncio.shield(pending.answer)
 
-    async def stream(self, request: TurnRequest) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
-        """What is certain of the turn, as it is sampled, and at last the turn. A request of which something has been told is withdrawn when
-        its last stream is closed. Raises RefusedRequestError."""
-        pending = self._pending(request)
+    async def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """What is certain of the turn that answers what `read` reads, as it is sampled, and at last the turn. A request of which something has been
+        told is withdrawn when its last stream is closed. Raises RefusedRequestError."""
+        pending = self._pending(replace(read(self.history), streams=True))
         pending.streams += 1
         shown: PartialTurn | None = None
         try:
@@ -185,7 +177,7 @@ class AgentSession:
         self._changed.set()
         return pending
 
-    def reward(self, amount: float) -> None:
+    async def give(self, amount: float, task: str = "") -> None:
         """Adds to the reward of the turn that was answered last. Raises RefusedRequestError."""
         if not self._last:
             raise RefusedRequestError(400, "expected a turn before its reward; found none", "invalid_request")
@@ -196,12 +188,6 @@ class AgentSession:
         """The rewards since the last call, by the numbers of their turns."""
         rewards, self._rewards = dict(self._rewards), defaultdict(float)
         return rewards
-
-    async def next(self) -> Asked | Withdrawn:
-        """Waits for what `take` gives."""
-        while (found := self.take()) is None:
-            await self.changed()
-        return found
 
     def take(self) -> Asked | Withdrawn | None:
         """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled; None: neither. It is sampled until

@@ -41,11 +41,13 @@ class _Wanted:
     Attributes:
         said: what its stream has said of it, at most a Delta for each token; None: the stream was lost.
         left: set when nobody wants it any more.
+        is_answered: whether its stream is free. Its client may still be reading.
     """
 
     request: pb.AgentRequest
     said: "asyncio.Queue[pb.Delta | pb.Answer | None]" = field(default_factory=asyncio.Queue)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    is_answered: bool = False
 
 
 class OnlineTurn:
@@ -57,30 +59,26 @@ class OnlineTurn:
     async def play(self, row: Mapping[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
         """Yields the request, and the end after its answer, or a withdrawal when nobody wants it any more. See `AgentEpisode.play`."""
         wanted = await self._wanted()
-        left, is_answered = asyncio.create_task(wanted.left.wait()), False
-        reading = asyncio.create_task(_read(answers))
+        left = asyncio.create_task(wanted.left.wait())
+        reading = asyncio.ensure_future(anext(answers, None))
         try:
             with self._metrics.playing.track_inprogress():
                 yield AgentMoved(agent=wanted.request)
-                while not is_answered:
+                while not wanted.is_answered:
                     await asyncio.wait((left, reading), return_when=asyncio.FIRST_COMPLETED)
                     if left.done():
                         yield AgentMoved(withdrawn=wanted.request.number)
                         return
                     if (request := reading.result()) is None:
                         return
-                    is_answered = request.HasField("answer")
-                    wanted.said.put_nowait(request.answer if is_answered else request.delta)
-                    reading = reading if is_answered else asyncio.create_task(_read(answers))
+                    wanted.is_answered = request.HasField("answer")
+                    wanted.said.put_nowait(request.answer if wanted.is_answered else request.delta)
+                    reading = reading if wanted.is_answered else asyncio.ensure_future(anext(answers, None))
             yield AgentMoved(done=True)
         finally:
-            if not is_answered:
+            if not wanted.is_answered:
                 wanted.said.put_nowait(None)
             await end_all((left, reading))
-
-
-async def _read(answers: AsyncIterator[pb.RunRequest]) -> pb.RunRequest | None:
-    return await anext(answers, None)
 
 
 class OnlinePool:
@@ -106,7 +104,7 @@ class OnlinePool:
         self.store, self.url = OnlineSessions(run, settings.max_age), settings.url
         self._waiting: deque[_Wanted] = deque()
         self._ready = asyncio.Semaphore(0)  # at least one for each that waits
-        self._streams, self._asked, self._draining = 0, 0, False
+        self._streams, self._asked, self._draining = 0, set[_Wanted](), False
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
 
     @property
@@ -225,12 +223,11 @@ class OnlinePool:
 
     async def sample(self, request: pb.AgentRequest) -> AsyncGenerator[pb.Delta | pb.Answer, None]:
         """See `TurnKeeper`. A turn whose stream is lost waits for another one, unless something of it has been told."""
-        if self._asked >= self._config.episodes:
+        if sum(not each.is_answered for each in self._asked) >= self._config.episodes:
             self._metrics.refused.inc()
             raise RefusedRequestError(
                 429, f"expected at most environment.episodes = {self._config.episodes} turns at once; found more", "too_many"
             )
-        self._asked += 1
         deadline, wanted = asyncio.get_running_loop().time() + self._config.max_seconds, self._ask(request)
         has_told = False
         try:
@@ -245,13 +242,14 @@ class OnlinePool:
                 elif has_told:
                     raise RefusedRequestError(503, "expected the whole turn; found that its stream was lost: ask again", "lost")
                 else:
+                    self._asked.discard(wanted)
                     wanted = self._ask(request)
         except TimeoutError:
             raise RefusedRequestError(
                 503, f"expected an answer within environment.max_seconds = {self._config.max_seconds:g}; found none", "no_answer"
             ) from None
         finally:
-            self._asked -= 1
+            self._asked.discard(wanted)
             wanted.left.set()
             if wanted in self._waiting:
                 self._waiting.remove(wanted)
@@ -259,6 +257,7 @@ class OnlinePool:
     def _ask(self, request: pb.AgentRequest) -> _Wanted:
         """Lets a turn wait for a stream."""
         wanted = _Wanted(request)
+        self._asked.add(wanted)
         self._waiting.append(wanted)
         self._ready.release()
         return wanted
@@ -273,10 +272,8 @@ class _Session:
 
     async def turn(self, read: Read) -> AgentTurn:
         async with aclosing(self.pool.parts(self.id, read, streams=False)) as parts:
-            async for part in parts:
-                if isinstance(part, AgentTurn):
-                    return part
-        raise AssertionError("a turn is the last of its parts")
+            [turn] = [part async for part in parts if isinstance(part, AgentTurn)]
+        return turn
 
     def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
         return self.pool.parts(self.id, read, streams=True)

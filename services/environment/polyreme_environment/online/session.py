@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1.experience_pb2 import ToolCall
@@ -27,7 +27,6 @@ class TurnKeeper(Protocol):
 
     def sample(self, request: pb.AgentRequest) -> AsyncGenerator[pb.Delta | pb.Answer, None]:
         """What is sampled of the turn, if the request is streamed, and at last the answer."""
-        ...
 
     async def keep(self, id: str, number: int, exchange: pb.SessionExchange) -> None:
         """Stores a turn of a session."""
@@ -57,54 +56,33 @@ async def turn_parts(
         raise RefusedRequestError(400, f"expected an open session; found one that is {kept.state}", "episode_over")
     answered = asyncio.ensure_future(session.answer(request))
     try:
-        if (asked := await _next(session, answered)) is not None:
+        await asyncio.sleep(0)  # the request waits now, unless it was refused, as `answered` says
+        if isinstance(asked := session.take(), Asked):
             wanted = agent_request(asked)
             wanted.session = session.id.removeprefix("u")
             wanted.records.extend(exchange.answer.record for exchange in exchanges)
             part: PartialTurn | None = None
             async with aclosing(policy.sample(wanted)) as sampled:
                 async for said in sampled:
-                    if isinstance(said, pb.Answer):
-                        await _take(session, kept, policy, asked, said, part, len(exchanges))
-                    elif (part := session.told(said)) is not None:
-                        yield part
+                    if isinstance(said, pb.Delta):
+                        if (part := session.told(said)) is not None:
+                            yield part
+                    elif said.refused:
+                        session.refused(asked.number, said.refused, over=said.over)
+                    else:
+                        created = int(time.time()) if part is None else part.created
+                        if kept is not None:
+                            await policy.keep(session.id, len(exchanges), _exchange(asked, said, created))
+                        session.sampled(said, created)
         yield await answered
     finally:
         answered.cancel()
 
 
-async def _take(
-    session: AgentSession,
-    kept: OnlineSession | None,
-    policy: TurnKeeper,
-    asked: Asked,
-    answer: pb.Answer,
-    part: PartialTurn | None,
-    number: int,
-) -> None:
-    """Stores the answer to a request as turn `number` of a session that is kept, then gives it. `part`: what was told of it before."""
-    if answer.refused:
-        session.refused(asked.number, answer.refused, over=answer.over)
-        return
-    created = int(time.time()) if part is None else part.created
-    if kept is not None:
-        calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in asked.calls]
-        told = json.dumps(_told(asked, created))
-        exchange = pb.SessionExchange(request_json=told, answer=answer, after=asked.after, calls=calls)
-        await policy.keep(session.id, number, exchange)
-    session.sampled(answer, created)
-
-
-async def _next(session: AgentSession, answered: "asyncio.Future[AgentTurn]") -> Asked | None:
-    """What the request asks for; None when it was refused, as `answered` says."""
-    asking = asyncio.ensure_future(session.next())
-    both: set[asyncio.Future[Any]] = {asking, answered}
-    try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        found = asking.result() if asking.done() else None
-        return found if isinstance(found, Asked) else None
-    finally:
-        asking.cancel()
+def _exchange(asked: Asked, answer: pb.Answer, created: int) -> pb.SessionExchange:
+    """A turn as it is kept, with the Unix time of its answer."""
+    calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in asked.calls]
+    return pb.SessionExchange(request_json=json.dumps(_told(asked, created)), answer=answer, after=asked.after, calls=calls)
 
 
 def _told(asked: Asked, created: int) -> dict[str, object]:

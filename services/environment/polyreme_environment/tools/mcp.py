@@ -40,7 +40,6 @@ class _Transport(Protocol):
 
     def ask(self, message: Message) -> Message:
         """The reply to a request."""
-        ...
 
     def close(self) -> None: ...
 

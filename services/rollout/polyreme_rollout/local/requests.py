@@ -20,7 +20,7 @@ import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.open_requests import OpenRequests
-from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns, tenant_in
 from polyreme.process.tasks import end_all
 from polyreme_rollout.engine.protocol import (
     EngineRequest,
@@ -163,14 +163,20 @@ class ServedSampler:
         """Loads the model of a request. Returns False, and answers the request with an error, when it cannot be loaded."""
         request = self._requests[place.id]
         wanted, weights = self._needs(request), request.weights
+        if not await self._log.attempt(attempt := f"{tenant_in(place.id)} {wanted}"):
+            lost = f"the sampler ended {MAX_BEGUN} times while it loaded these weights; see its log"
+            await self._log.finish(place, _failure(lost, "server"))
+            return False
         try:
             source = await asyncio.to_thread(self._weights.write, None if wanted is None or weights is None else Path(weights))
             await self._engine.load([source])
         except (OSError, KeyError, ValueError, LoadError) as error:
             self._loaded = ""  # arena and engine may hold a mixture
+            await self._log.end_attempt(attempt)
             await self._log.finish(place, _unloadable(weights, error))
             return False
         await self._engine.resume()
+        await self._log.end_attempt(attempt)
         self._loads += 1
         self._loaded = wanted
         return True

@@ -27,15 +27,15 @@ class SampleRequest:
 
     weights: str | None
     prompt: Sequence[int]
-    samples: int
-    max_tokens: int | None
-    seed: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    stop_ids: Sequence[int] | None
-    stop_strings: Sequence[str]
-    prompt_logprobs: bool
+    samples: int = 1
+    max_tokens: int | None = None
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] = ()
+    prompt_logprobs: bool = False
     prompt_logprobs_last: int | None = None
     topk: int = 0
 
@@ -69,8 +69,7 @@ class SampleRequest:
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":
         fields = json.loads(payload.partition(b"\n")[0])
-        given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
-        return cls(**({"max_tokens": None, "seed": None} | given))
+        return cls(**{name: value for name, value in fields.items() if name not in ("op", "arrived")})
 
 
 def fitting(loads: Sequence[int], running: int, most: int) -> int:

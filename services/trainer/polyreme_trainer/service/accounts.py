@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from polyreme.config.serve import ServeConfig, ServeQuota
 from polyreme.errors import ConfigError
 from polyreme.net.http_server import PROBES
-from polyreme_trainer.service.http_answers import is_open, refusal, tenant_of_headers, tenant_with
+from polyreme_trainer.service.http_answers import is_open, refusal, tenant_of, tenant_with
 
 KEY_PREFIX = "tml-"
 """The SDK refuses other keys."""
@@ -66,12 +66,8 @@ class RequireAccount:
         self._app, self._accounts = app, accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["path"] in PROBES
-            or is_open(scope["path"])
-            or self._accounts.admits(tenant_of_headers(scope))
-        ):
-            await self._app(scope, receive, send)
-            return
-        await refusal(401, "expected the API key of an account of this service; found another one, or none")(scope, receive, send)
+        asks_for_key = scope["type"] == "http" and scope["path"] not in PROBES and not is_open(scope["path"])
+        app = self._app
+        if asks_for_key and not self._accounts.admits(tenant_of(scope)):
+            app = refusal(401, "expected the API key of an account of this service; found another one, or none")
+        await app(scope, receive, send)

@@ -5,6 +5,7 @@ with `error` and `category`, as the SDK expects it. What the API does not have i
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Awaitable, Callable
 
@@ -23,21 +24,14 @@ from polyreme_trainer.service.accounts import Accounts, RequireAccount
 from polyreme_trainer.service.agents.sessions import AgentSessions
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
-from polyreme_trainer.service.http_answers import (
-    HEALTH,
-    PREFIX,
-    ApiCall,
-    Handler,
-    endpoint,
-    no_store,
-    refused,
-    refused_tenant,
-    tenant_of,
-)
+from polyreme_trainer.service.http_answers import HEALTH, PREFIX, ApiCall, Handler, endpoint, refused, tenant_of
 from polyreme_trainer.service.rest import RestRoutes
 from polyreme_trainer.service.submission import submit, unload
 from polyreme_trainer.service.tenants import TenantModel, Tenants
-from polyreme_trainer.service.wire import Request, parse_batch, read_batch
+from polyreme_trainer.service.wire import ENDED, Request, parse_batch, read_batch
+
+_LARGE = 1 << 20
+"""Bytes of a batch that is read in a thread. (Others stay in the order in which they come.)"""
 
 
 class ServiceApi:
@@ -80,11 +74,12 @@ class ServiceApi:
     def app(self) -> Starlette:
         """The ASGI application."""
         posts: dict[str, Handler] = {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
+            # A model's requests come in order: one that overtakes another would be answered with 409.
+            "client/config": _always(parallel_fwdbwd_chunks=False, proto_compress_fwdbwd=False),
+            "client/dynamic_config": _always(),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "telemetry": self._telemetry,
+            "telemetry": _always(status="accepted"),  # and dropped
             "create_model": self._create_model,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
@@ -109,7 +104,7 @@ class ServiceApi:
             *self._rest.routes(PREFIX),
             *([] if self._agents is None else self._agents.routes(PREFIX, self._agent_weights)),
         ]
-        handlers = {HTTPException: refused, TenantError: refused_tenant, StoreError: no_store}
+        handlers = dict.fromkeys((HTTPException, TenantError, StoreError), refused)
         guard = Middleware(RequireAccount, accounts=self._accounts)
         return Starlette(routes=routes, exception_handlers=handlers, middleware=[guard])
 
@@ -128,26 +123,15 @@ class ServiceApi:
         model = {"model_name": self._base_model, "max_context_length": self._longest, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
-    async def _client_config(self, call: ApiCall) -> Response:
-        # A model's requests come in order: one that overtakes another would be answered with 409.
-        return JSONResponse({"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False})
-
-    async def _dynamic_config(self, call: ApiCall) -> Response:
-        return JSONResponse({})
-
-    async def _telemetry(self, call: ApiCall) -> Response:
-        """Accepted and dropped."""
-        return JSONResponse({"status": "accepted"})
-
     async def _create_session(self, call: ApiCall) -> Response:
         given, name = m.read(m.CreateSession, call.body), f"{call.tenant}{secrets.token_hex(8)}"
-        await self._tenants.check_room(call.tenant, "session", self._accounts.quota_of(call.tenant).sessions)
-        await self._tenants.add_session(call.tenant, name, given)
+        fields = {"metadata": json.dumps(given.user_metadata), "display_name": given.display_name}
+        await self._tenants.add_record(call.tenant, "session", name, fields, self._accounts.quota_of(call.tenant).sessions)
         return JSONResponse({"type": "create_session", "session_id": name})
 
     async def _heartbeat(self, call: ApiCall) -> Response:
         session = await self._tenants.session(call.tenant, m.read(m.OfSession, call.body).session_id)
-        if session.is_finished:
+        if ENDED in session:
             raise HTTPException(410, "expected a session that goes on; found one that its client has finished")
         return JSONResponse({"type": "session_heartbeat"})
 
@@ -183,7 +167,9 @@ class ServiceApi:
         m.check_seq(message.seq_id)
         model = await self._tenants.model(call.tenant, message.model_id)
         try:
-            m.check_length(max(map(len, read_batch(message).batch.inputs)), self._longest)
+            large = len(call.body) > _LARGE  # a million datums take a minute, in which others have their answers
+            read = await asyncio.to_thread(read_batch, message) if large else read_batch(message)
+            m.check_length(max(map(len, read.batch.inputs)), self._longest)
             request = Request("forward" if message.forward_only else "forward_backward", {}, call.body)
         except TenantError as error:
             request = Request("refused", {"message": str(error)})
@@ -296,12 +282,15 @@ class ServiceApi:
             name = f"{given.sampling_session_id}:{given.seq_id}"
         else:
             path, name = self._sampled(call.tenant, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
+        prompt = [token for chunk in given.prompt.chunks for token in chunk.tokens]
+        if len(prompt) >= self._longest:
+            raise TenantError(f"expected a prompt of at most {self._longest - 1} tokens; found {len(prompt)}")
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
         strings = [each for each in stops or () if isinstance(each, str)]
         fields = {
             "weights": str(self._folders.sampled(m.read_path(path), call.tenant)) if path else None,
-            "prompt": [token for chunk in given.prompt.chunks for token in chunk.tokens],
+            "prompt": prompt,
             "samples": given.num_samples,
             "prompt_logprobs": given.prompt_logprobs,
             "prompt_logprobs_last": given.prompt_logprobs_last_n,
@@ -342,6 +331,15 @@ class ServiceApi:
     def _check_base(self, name: str) -> None:
         if name != self._base_model:
             raise TenantError(f"expected the base model {self._base_model}; found {name!r:.200}")
+
+
+def _always(**content: object) -> Handler:
+    """Gives the same answer to every request."""
+
+    async def answer(call: ApiCall) -> Response:
+        return JSONResponse(content)
+
+    return answer
 
 
 def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, object]:

@@ -91,12 +91,8 @@ class _PassLoss:
 class ServiceEngine:
     """Computes requests for the models of tenants, which it knows by name. `open` creates one.
 
-    Args:
-        resident: `most`.
-        same_bits: likewise.
-
     Attributes:
-        most: the largest number of models on the device, and of a pass. Those that were used last stay there.
+        most: `resident`, the largest number of models on the device, and of a pass. Those that were used last stay there.
         same_bits: see `SharedPass`.
         ranks: the processes that have the parts of the models.
     """
@@ -133,7 +129,6 @@ class ServiceEngine:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights."""
         return self._model.dtype
 
     @property
@@ -143,17 +138,14 @@ class ServiceEngine:
 
     @property
     def models(self) -> dict[str, LoraConfig | None]:
-        """The adapters of every model; None: all parameters."""
         waiting = {name: state.lora for name, state in self._waiting.items()}
         return waiting | {name: tenant.lora for name, tenant in self._resident.items()}
 
     @property
     def critics(self) -> set[str]:
-        """The models that are critics."""
         return {name for name, model in (self._waiting | self._resident).items() if model.critic}
 
     def steps(self, name: str) -> int:
-        """The optimizer steps of a model."""
         if name in self._waiting:
             return self._waiting[name].steps
         optimizer = self._resident[name].role.optimizer
@@ -161,8 +153,7 @@ class ServiceEngine:
         return optimizer.steps
 
     def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
-        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. Raises TenantError for
-        adapters or a critic that the base model cannot have."""
+        """See `TenantEngine`, as of the methods that follow."""
         self._make_room(())
         self._model.train(TrainedParameters())
         if lora is None or self._base_is_changed:
@@ -177,15 +168,14 @@ class ServiceEngine:
         self._resident[name] = _Tenant(lora, critic, role, self._model.trained)
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
-        """Writes a model's state into an empty directory, see `role_files`. `gradient`: also that of its next step. Collective."""
+        """Writes the files of `role_files`. Collective."""
         role = self._use(name)
         write_parts(folder, self._number, _parts(role, role.gradient() if gradient else None), self._layout)
         if self._layout.ranks > 1:
             torch.distributed.barrier()
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
-        """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without moments. Raises
-        ModelLostError, on every rank, when one of them finds no file."""
+        """Raises ModelLostError, on every rank, when one of them finds no file."""
         self.remove(name)
         self.create(name, lora, 0, critic)
         found = None
@@ -205,16 +195,13 @@ class ServiceEngine:
         tenant.role.set_gradient(read(GRADIENT, trained) if GRADIENT in kinds else None)
 
     def remove(self, name: str) -> None:
-        """Forgets a model."""
         self._waiting.pop(name, None)
         self._resident.pop(name, None)
 
     def forward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
-        """The results of one batch for each of several models, or why a batch is impossible."""
         return self._run(calls, backward=False)
 
     def forward_backward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
-        """As `forward`, and adds each loss's gradient to that of its model's next optimizer step."""
         return self._run(calls, backward=True)
 
     def _run(self, calls: Mapping[str, LossCall], backward: bool) -> dict[str, BatchResult | TenantError]:
@@ -304,15 +291,6 @@ class ServiceEngine:
         return None
 
     def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
-        """Takes an optimizer step of a model. Without a gradient it is one with a gradient of zero.
-
-        Returns:
-            The gradient's norm before clipping, and the number of steps.
-
-        Raises:
-            TenantError: the gradient is not finite, and nothing but it has changed: it is zero now.
-            ModelLostError: the new weights are not finite.
-        """
         role = self._use(name)
         assert role.optimizer is not None
         if not role.has_gradient:
@@ -329,7 +307,6 @@ class ServiceEngine:
         return norm, role.optimizer.steps
 
     def write_sampler_weights(self, name: str, folder: Path) -> None:
-        """Fills an empty directory with a model: its adapters in PEFT's format, or all weights."""
         self._use(name)
         if self.models[name] is None:
             tensors = self._model.full_tensors()

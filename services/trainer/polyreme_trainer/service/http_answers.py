@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from polyreme.errors import StoreError
 from polyreme.experience.requests import TENANT_DIGITS
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
@@ -35,14 +36,9 @@ Handler = Callable[[ApiCall], Awaitable[Response]]
 """Answers a request."""
 
 
-def tenant_of(request: HttpRequest) -> str:
-    """Who sends a request. Programs with the same key are one tenant."""
-    return tenant_of_headers(request.scope)
-
-
-def tenant_of_headers(scope: Scope) -> str:
-    """Who sends a request, from its ASGI scope."""
-    headers = Headers(scope=scope)
+def tenant_of(request: HttpRequest | Scope) -> str:
+    """Who sends a request, or one with an ASGI scope. Programs with the same key are one tenant."""
+    headers = request.headers if isinstance(request, HttpRequest) else Headers(scope=request)
     return tenant_with(headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer "))
 
 
@@ -97,19 +93,12 @@ def _body(message: str) -> dict[str, str]:
 
 
 async def refused(request: HttpRequest, error: Exception) -> Response:
-    """The answer to a request that the API does not take."""
-    assert isinstance(error, HTTPException)
+    """The answer to a request that the API does not take, that its tenant has to correct, or that finds no log: the SDK sends this one again."""
+    if isinstance(error, StoreError):
+        return JSONResponse({**_body(str(error)), "category": "server"}, status_code=503)
+    if not isinstance(error, HTTPException):
+        return refusal(400, str(error))
     message = error.detail
     if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
         message = f"not supported: {request.method} {request.url.path}"
-    return JSONResponse(_body(message), status_code=error.status_code)
-
-
-async def no_store(request: HttpRequest, error: Exception) -> Response:
-    """The answer while the request log cannot be reached. The SDK sends the request again."""
-    return JSONResponse({**_body(str(error)), "category": "server"}, status_code=503)
-
-
-async def refused_tenant(request: HttpRequest, error: Exception) -> Response:
-    """The answer to a request that cannot be executed."""
-    return JSONResponse(_body(str(error)), status_code=400)
+    return refusal(error.status_code, message)

@@ -5,33 +5,29 @@ gradient that is not finite drops it; both happen again in the same way after a 
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from polyreme.config.trainer import LoraConfig
+from polyreme.experience.metric_records import StageDone
 from polyreme.experience.open_requests import OpenRequests
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
-from polyreme.experience.store_errors import RefusedError
 from polyreme.process.tasks import end_all
 from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import ModelLostError, TenantError
-from polyreme_trainer.service.folders import Facts, remove
+from polyreme_trainer.service.folders import Facts
+from polyreme_trainer.service.live_models import LiveModels, Replay
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, name_of, read_path
-from polyreme_trainer.service.observer.report import LearnerReport
-from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_snapshot
+from polyreme_trainer.service.observer.meters import StepMeters
+from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, finish_compared
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.tenant_engine import TenantEngine, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
-from polyreme_trainer.service.wire import ENDED, Request, batch_result, failure, json_result, parse_batch, read_batch
-
-logger = logging.getLogger(__name__)
+from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
 CREATES = frozenset({"create_model", "create_from"})
 BATCHES = frozenset({"forward", "forward_backward"})
@@ -42,17 +38,6 @@ EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
 SWEEP_SECONDS = 60.0
 """How often what has expired is deleted."""
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What a restart would need to execute the kept requests of a model: seconds, and bytes of requests."""
-
-    seconds: float = 0.0
-    nbytes: int = 0
-
-    def and_then(self, seconds: float, nbytes: int) -> "Replay":
-        return Replay(self.seconds + seconds, self.nbytes + nbytes)
 
 
 class ModelLearner:
@@ -77,26 +62,23 @@ class ModelLearner:
         replay_seconds: float = 20.0,
         replay_bytes: int = 256 << 20,
     ) -> None:
-        self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
+        self._log, self._engine, self._states, self._base_model = log, engine, states, base_model
         self._critic = name_of(base_model, critic=True)
-        self._report = LearnerReport(log.records)
-        self._canary, self._replay_seconds, self._replay_bytes = canary, replay_seconds, replay_bytes
+        self._meters = StepMeters()
+        limit, again = Replay(replay_seconds, replay_bytes), partial(self._execute, again=True)
+        self._models = LiveModels(log, engine, states, base_model, max_models, limit, self._meters, again)
+        self._canary = canary
         self._written: dict[LogPlace, Snapshot] = {}
         """Snapshots whose requests are not finished."""
         self._loading: dict[LogPlace, asyncio.Task[None]] = {}
         """Requests that wait until the sampler has loaded their snapshot."""
-        self._replay: dict[str, Replay] = {}
-        self._saved: dict[str, int] = {}
-        """The request after which each model's newest state was saved."""
-        self._newest: dict[str, int] = {}
-        """The newest request that the engine's state of each model includes; the model that was used last is the last one."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
             "create_model": self._create,
             "create_from": self._load_weights,
             "optim_step": self._optim_step,
-            "save_weights": self._save,
+            "save_weights": partial(self._save, "weights"),
             "save_weights_for_sampler": self._save_for_sampler,
-            "save_weights_external": self._save_external,
+            "save_weights_external": partial(self._save, "external_weights"),
             "load_weights": self._load_weights,
             "refused": self._refuse,
         }
@@ -108,7 +90,7 @@ class ModelLearner:
             async with OpenRequests.of(self._log, "learner") as requests:
                 while not stop.is_set():
                     if time.monotonic() - swept > SWEEP_SECONDS:
-                        await self._sweep()
+                        await self._models.sweep()
                         swept = time.monotonic()
                     waiting = await self._waiting(requests)
                     chosen = next_request(waiting, turn)
@@ -134,9 +116,9 @@ class ModelLearner:
         process is executed alone."""
         joined = dict(zip([leader], await requests.take([leader]), strict=True))
         op = Request.unpack(joined[leader]).op
-        if op not in BATCHES or requests.has_begun(leader):
+        alone = op not in BATCHES or requests.has_begun(leader)
+        if alone or await self._models.recover(leader.lane) is not None:  # which may move another model to disk
             return joined
-        await self._recover(leader.lane)  # which may move another model to disk
         room = self._engine.pass_bytes - len(joined[leader])
         for place in firsts(waiting).values():
             has_model = place.lane != leader.lane and place.lane in self._engine.models
@@ -152,46 +134,44 @@ class ModelLearner:
         """Executes requests, of different models, and stores their results."""
         requests = {place: Request.unpack(payload) for place, payload in payloads.items()}
         began, at = time.monotonic(), time.time()
+        results = dict[LogPlace, bytes]()
         for place, request in requests.items():
             if request.op == "unload_model":
-                await self._unload(place.lane)  # before its answer, after which nothing would repeat it
+                await self._models.unload(place.lane)  # before its answer, after which nothing would repeat it
                 result = json_result(type="unload_model", model_id=place.lane)
-                await self._log.finish(place, result, record=self._report.unloaded(place.lane))
+                await self._log.finish(place, result, record=StageDone(step=0, hf_path=""))
                 return
-            await (self._make_room() if request.op in CREATES else self._recover(place.lane))
-        begun = dict(zip(requests, await self._log.begin(list(requests)), strict=True))
-        results = await self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
+            if request.op in CREATES:
+                await self._models.make_room()
+            elif (problem := await self._models.recover(place.lane)) is not None:
+                results[place] = failure(problem, "server")
+        for place, begun in zip(requests, await self._log.begin(list(requests)), strict=True):
+            if begun > MAX_BEGUN:
+                lost = f"the learner ended {begun - 1} times while it executed this request; see its log"
+                results.setdefault(place, failure(lost, "server"))
+        executed = {place: request for place, request in requests.items() if place not in results}
+        results |= await self._execute(executed)
         seconds = (time.monotonic() - began) / len(requests)
-        records, count = self._report.executed(requests, at, time.time())
-        counting = asyncio.create_task(count)
+        records, counts = self._meters.report(requests, at, time.time())
+        counting = asyncio.create_task(self._log.records.count(counts))  # for which the answers need not wait
         try:
             for place, request in requests.items():
-                self._mark_used(place, request.op in CHANGES)
-                lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
-                if (snapshot := self._written.pop(place, None)) is not None:
-                    self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
+                self._models.mark_used(place, request.op in CHANGES)
+                if (snapshot := self._written.pop(place, None)) is not None and self._canary is not None:
+                    compared = finish_compared(self._log, self._states, place, results[place], snapshot, self._canary)
+                    self._loading[place] = asyncio.create_task(compared)
                     continue
-                keep = request.op in CHANGES and place in results and place.lane in self._engine.models
+                keep = request.op in CHANGES and place in executed and place.lane in self._engine.models
                 if keep and request.op in ("create_from", "load_weights"):
                     # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
-                    self._save_state(place)
+                    self._models.save_state(place)
                 if request.op in CREATES and place.lane not in self._engine.models:
-                    await self._end_uncreated(place.lane)
-                await self._log.finish(place, results.get(place, failure(lost, "server")), keep, records.get(place))
+                    await self._models.end_uncreated(place.lane)
+                await self._log.finish(place, results[place], keep, records.get(place))
                 if keep:
-                    await self._kept(place, seconds, len(payloads[place]))
+                    await self._models.keep(place, seconds, len(payloads[place]))
         finally:
             await counting
-
-    async def _kept(self, place: LogPlace, seconds: float, nbytes: int) -> None:
-        """Counts what a restart would have to execute again, and saves the model when that is too much."""
-        replay = self._replay.get(place.lane, Replay()).and_then(seconds, nbytes)
-        self._replay[place.lane] = replay
-        if replay.seconds > self._replay_seconds or replay.nbytes > self._replay_bytes:
-            self._save_state(place)
-        if self._saved.get(place.lane) == place.seq:
-            await self._log.forget(place.lane, place.seq)
-            self._replay[place.lane] = Replay()
 
     async def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
         """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`: they have had
@@ -203,14 +183,16 @@ class ModelLearner:
                     raise TenantError("expected a model; found one that could not be created, or that was unloaded")
                 if request.op in CREATES and not again:
                     self._states.check_room()
-                    await self._check_alone(place.lane, request)
+                    created = request.op == "create_model"
+                    lora = lora_of(request.fields, place.lane)[0] if created else self._read_checkpoint(request)[1].lora
+                    await self._models.check_alone(place.lane, lora)
                 if request.op in BATCHES:
                     calls[place] = self._read_batch(place.lane, request)
                 else:
                     results[place] = self._ops[request.op](place.lane, place.seq, request)
             except ModelLostError as error:
                 results[place] = failure(str(error), "user")
-                self._forget(place.lane)  # its next request recovers it
+                self._models.forget(place.lane)  # its next request recovers it
             except TenantError as error:
                 results[place] = failure(str(error), "user")
         if calls:
@@ -236,128 +218,26 @@ class ModelLearner:
                 results[place] = failure(str(result), "user")
                 continue
             if backward:
-                self._report.meters.add_batch(place.lane, call.batch, result.loss)
+                self._meters.add_batch(place.lane, call.batch, result.loss)
             results[place] = batch_result(result, SPECS[call.loss].output)
         return results
 
-    async def _load(self, place: LogPlace, snapshot: Snapshot, result: bytes) -> None:
-        """Finishes a request once the sampler has loaded the snapshot that it wrote, or deletes the snapshot."""
-        assert self._canary is not None
-        problem = await load_snapshot(self._log, place, snapshot, self._canary)
-        if problem is not None:
-            logger.error("model %s: %s", place.lane, problem)
-            remove(snapshot.folder)
-        await self._log.finish(place, result if problem is None else failure(problem, "server"))
-
-    async def _recover(self, lane: str) -> None:
-        """Makes a model what it was before a restart: its newest state, and the kept requests since."""
-        if lane in self._engine.models:
-            return
-        await self._make_room()
-        saved = self._states.newest_state(lane)
-        seq = -1
-        if saved is not None:
-            folder, facts = saved
-            seq = self._saved[lane] = facts.seq
-            self._load_state(lane, folder, facts)
-            await self._log.forget(lane, seq)
-        kept = [place for place in await self._log.kept(lane) if place.seq > seq]
-        if kept:
-            logger.info("model %s: executing %d requests again", lane, len(kept))
-        replay = Replay()
-        with self._report.meters.replaying(lane):
-            for place in kept:
-                began, payload = time.monotonic(), await self._log.payload(place)
-                await self._execute({place: Request.unpack(payload)}, again=True)
-                replay = replay.and_then(time.monotonic() - began, len(payload))
-        self._replay[lane] = replay
-        if lane in self._engine.models:
-            self._newest[lane] = max(seq, *(place.seq for place in kept)) if kept else seq
-
-    def _save_state(self, place: LogPlace) -> None:
-        """Saves the model after a request, so that a restart need not execute it again."""
-        if place.lane not in self._engine.models:  # it could not be created
-            return
-        facts = Facts(self._name(place.lane), self._engine.models[place.lane], place.seq, self._engine.steps(place.lane))
-        self._states.save_state(place.lane, partial(self._engine.save, place.lane, gradient=True), facts)
-        self._saved[place.lane] = place.seq
-
-    def _mark_used(self, place: LogPlace, changed: bool) -> None:
-        if place.lane in self._engine.models:
-            before = self._newest.pop(place.lane, place.seq)
-            self._newest[place.lane] = place.seq if changed else before
-
-    async def _make_room(self) -> None:
-        """Moves the models that were not used for longest to disk, until there is memory for another one."""
-        while len(self._engine.models) >= self._max_models and self._newest:
-            lane, seq = next(iter(self._newest.items()))
-            if self._saved.get(lane) != seq:
-                self._save_state(in_lane(lane, seq))
-                await self._log.forget(lane, seq)
-            self._forget(lane)
-
-    def _forget(self, lane: str) -> None:
-        """Frees a model's memory."""
-        self._engine.remove(lane)
-        self._newest.pop(lane, None)
-        self._replay.pop(lane, None)
-
-    async def _unload(self, lane: str) -> None:
-        self._forget(lane)
-        self._saved.pop(lane, None)
-        self._states.remove(lane)
-        await self._log.end(lane)
-
-    async def _end_uncreated(self, lane: str) -> None:
-        """Frees the quota of a model that could not be created."""
-        with suppress(RefusedError):  # for want of memory in Redis; the record expires later
-            await self._log.set_record("model", lane, {ENDED: "not created"})
-        await self._log.end(lane)
-
-    async def _sweep(self) -> None:
-        """Deletes expired checkpoints, and what is left of models whose records have expired."""
-        for lane in {*self._engine.models, *self._states.unfinished(), *await self._log.lanes()}:
-            if await self._log.record("model", lane) is None:
-                logger.info("model %s has expired", lane)
-                await self._unload(lane)
-        self._states.sweep()
-
-    async def _check_alone(self, lane: str, request: Request) -> None:
-        """Raises TenantError when a new model and another one cannot be there together. Some are only in a state, or in their kept requests."""
-        created = request.op == "create_model"
-        lora = _adapters(lane, request)[0] if created else self._read_checkpoint(request)[1].lora
-        whole = {name: each is None for name, each in {**self._states.adapters(), **self._engine.models}.items()}
-        for name in await self._log.lanes() - whole.keys():
-            if (record := await self._log.record("model", name)) is not None:
-                whole[name] = record.get("rank") == "0"
-        whole.pop(lane, None)
-        if whole and (lora is None or any(whole.values())):
-            raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
-
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
-        lora, seed = _adapters(lane, request)
+        lora, seed = lora_of(request.fields, lane)
         self._engine.create(lane, lora, seed, request.fields.get("critic", False))
         return json_result(type="create_model", model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
         """Into a model, or as a new one. Raises ModelLostError when a client deletes the checkpoint meanwhile."""
         folder, facts = self._read_checkpoint(request)
-        if request.op == "load_weights" and facts.base_model != self._name(lane):
-            raise TenantError(f"expected a checkpoint of {self._name(lane)}; found one of {facts.base_model}")
+        if request.op == "load_weights" and facts.base_model != self._models.name(lane):
+            raise TenantError(f"expected a checkpoint of {self._models.name(lane)}; found one of {facts.base_model}")
         if request.op == "load_weights" and facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        self._load_state(lane, folder, facts)
+        self._models.load(lane, folder, facts)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
-
-    def _load_state(self, lane: str, folder: Path, facts: Facts) -> None:
-        """Gives a model what was saved in a directory, and creates the model if there is none."""
-        self._engine.load(lane, folder, facts.lora, facts.steps, facts.base_model == self._critic)
-
-    def _name(self, lane: str) -> str:
-        """The name of a model's base model for clients."""
-        return name_of(self._base_model, lane in self._engine.critics)
 
     def _read_checkpoint(self, request: Request) -> tuple[Path, Facts]:
         """The directory and the facts of a checkpoint, without steps if its moments are not asked for. Raises TenantError when there is none, or it is not one to continue from."""
@@ -371,12 +251,17 @@ class ModelLearner:
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
-        norm, steps = self._engine.optim_step(lane, given)
-        self._report.meters.add_step(lane, norm, given.learning_rate, steps)
+        try:
+            norm, steps = self._engine.optim_step(lane, given)
+        except TenantError as error:
+            if not isinstance(error, ModelLostError):
+                self._meters.drop_gradient(lane)
+            raise
+        self._meters.add_step(lane, norm, given.learning_rate, steps)
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
-    def _save(self, lane: str, seq: int, request: Request) -> bytes:
-        return json_result(type="save_weights", path=str(self._save_files(lane, seq, request, "weights")))
+    def _save(self, kind: Kind, lane: str, seq: int, request: Request) -> bytes:
+        return json_result(type=request.op, path=str(self._save_files(lane, seq, request, kind)))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
         if lane in self._engine.critics:
@@ -385,37 +270,28 @@ class ModelLearner:
         if self._canary is not None:
             measured = self._engine.forward({lane: self._canary.call})[lane]
             assert isinstance(measured, BatchResult)
-            self._written[in_lane(lane, seq)] = Snapshot(self._states.folder(checkpoint).resolve(), measured.outputs[0])
+            self._written[in_lane(lane, seq)] = Snapshot(checkpoint, measured.outputs[0])
         session = request.fields["sampling_session"]
         named: dict[str, object] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
         return json_result(type="save_weights_for_sampler", **named)
-
-    def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
-        return json_result(type="save_weights_external", path=str(self._save_files(lane, seq, request, "external_weights")))
 
     def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
         """Saves a model to continue from, of the kind `weights`, or the installed one: PEFT's files, or all weights."""
         resumable = partial(self._engine.save, lane, gradient=False)
         write = resumable if kind == "weights" else partial(self._engine.write_sampler_weights, lane)
-        checkpoint = SavedModel(lane, kind, request.fields["name"])
-        self._states.save(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
-        return checkpoint
-
-    def _facts(self, lane: str, seq: int, request: Request) -> Facts:
         fields, now = request.fields, time.time()
         is_named = not fields.get("sampling_session")
         life = fields["ttl"] or (None if is_named else EPHEMERAL_SECONDS)
-        expires = None if life is None else now + life
         whose = {"tenant": fields["tenant"], "metadata": fields["metadata"], "is_named": is_named, "created": now}
-        return Facts(self._name(lane), self._engine.models[lane], seq, self._engine.steps(lane), expires, **whose)
+        of_model = self._models.name(lane), self._engine.models[lane], seq, self._engine.steps(lane)
+        checkpoint, facts = (
+            SavedModel(lane, kind, fields["name"]),
+            Facts(*of_model, None if life is None else now + life, **whose),
+        )
+        self._states.save(checkpoint, write, facts, fields["overwrite"])
+        if kind != "sampler_weights" or self._canary is None:  # others are compared first
+            self._states.settle(checkpoint, seq)
+        return checkpoint
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")
-
-
-def _adapters(lane: str, request: Request) -> tuple[LoraConfig | None, int]:
-    """As `lora_of`, of a new model. Raises TenantError also for a critic without adapters."""
-    lora, seed = lora_of(request.fields["lora"], lane)
-    if request.fields.get("critic", False) and lora is None:
-        raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")
-    return lora, seed

@@ -97,8 +97,8 @@ class Message(BaseModel):
     @field_validator("user_metadata")
     @classmethod
     def _is_small(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Raises ValueError, as `encode` does for what is no text."""
-        if (found := len(json.dumps(value, ensure_ascii=False).encode())) > METADATA_BYTES:
+        """Raises ValueError, as `encode` does for what is no text, and `dumps` for what is no JSON."""
+        if (found := len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())) > METADATA_BYTES:
             raise ValueError(f"expected at most {METADATA_BYTES} bytes; found {found}")
         return value
 

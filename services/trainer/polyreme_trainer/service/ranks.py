@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import validate_call
+from pydantic_core import to_jsonable_python
+
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.learner.leader import Ranks, join, split
 from polyreme_trainer.service.batch import BatchResult, LossCall, pack_call, read_call
@@ -31,7 +34,7 @@ class EngineCall:
 
     Attributes:
         method: its name.
-        fields: the arguments as JSON values, except batches.
+        fields: the arguments, except batches; after `unpack`, as JSON values.
         batches: the batches by model.
     """
 
@@ -40,7 +43,7 @@ class EngineCall:
     batches: Mapping[str, LossCall] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        head = json.dumps({"method": self.method, "fields": self.fields, "models": list(self.batches)})
+        head = json.dumps({"method": self.method, "fields": to_jsonable_python(self.fields), "models": list(self.batches)})
         return join([head.encode(), *map(pack_call, self.batches.values())])
 
     @classmethod
@@ -51,16 +54,8 @@ class EngineCall:
 
     def make(self, engine: TenantEngine) -> Any:
         """Makes the call. Returns its result. Raises TenantError."""
-        given = dict(self.fields)
-        if "folder" in given:
-            given["folder"] = Path(given["folder"])
-        if given.get("lora") is not None:
-            given["lora"] = LoraConfig.model_validate(given["lora"])
-        if "given" in given:
-            given["given"] = AdamSettings.model_validate(given["given"])
-        if self.batches:
-            given["calls"] = self.batches
-        return getattr(engine, self.method)(**given)
+        method = getattr(engine, self.method)
+        return method(calls=self.batches) if self.batches else validate_call(method)(**self.fields)
 
 
 class LeadingEngine:
@@ -89,13 +84,13 @@ class LeadingEngine:
         return self._engine.steps(name)
 
     def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
-        self._call("create", name=name, lora=_fields(lora), seed=seed, critic=critic)
+        self._call("create", name=name, lora=lora, seed=seed, critic=critic)
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
-        self._call("save", name=name, folder=str(folder), gradient=gradient)
+        self._call("save", name=name, folder=folder, gradient=gradient)
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
-        self._call("load", name=name, folder=str(folder), lora=_fields(lora), steps=steps, critic=critic)
+        self._call("load", name=name, folder=folder, lora=lora, steps=steps, critic=critic)
 
     def remove(self, name: str) -> None:
         self._call("remove", name=name)
@@ -109,11 +104,11 @@ class LeadingEngine:
         return found
 
     def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
-        norm, steps = self._call("optim_step", name=name, given=given.model_dump())
+        norm, steps = self._call("optim_step", name=name, given=given)
         return norm, steps
 
     def write_sampler_weights(self, name: str, folder: Path) -> None:
-        self._call("write_sampler_weights", name=name, folder=str(folder))
+        self._call("write_sampler_weights", name=name, folder=folder)
 
     @asynccontextmanager
     async def telling(self) -> AsyncIterator[TenantEngine]:
@@ -141,7 +136,3 @@ def follow(engine: TenantEngine, ranks: Ranks) -> None:
     while message := ranks.hear():
         with suppress(TenantError):  # rank 0 answers with it
             EngineCall.unpack(message).make(engine)
-
-
-def _fields(lora: LoraConfig | None) -> dict[str, Any] | None:
-    return None if lora is None else lora.model_dump(mode="json")

@@ -6,9 +6,11 @@ A training run is a model. Invariant: a tenant sees its own only. The address of
 import asyncio
 import hashlib
 import hmac
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -24,6 +26,7 @@ from polyreme_trainer.service.folders import FACTS, Folders, KeptCheckpoint
 from polyreme_trainer.service.http_answers import tenant_of
 from polyreme_trainer.service.submission import unload
 from polyreme_trainer.service.tenants import TenantModel, Tenants
+from polyreme_trainer.service.wire import ENDED
 
 LINK_SECONDS = 3600
 """How long the address of a file is valid."""
@@ -59,7 +62,7 @@ class RestRoutes:
 
     def routes(self, prefix: str) -> list[Route]:
         """The routes below `prefix`."""
-        supported: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Response]]] = {
+        handlers: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Response]]] = {
             ("GET", "/sessions"): self._sessions,
             ("GET", "/sessions/{session}"): self._session,
             ("POST", "/sessions/{session}/finish"): self._finish,
@@ -72,25 +75,25 @@ class RestRoutes:
             ("GET", _CHECKPOINT + "/external_weights_urls"): self._urls,
             ("GET", "/files/{model}/{name}/{file}"): self._file,
         }
-        refused = {place: _refusal(what) for place, what in _NOT_SUPPORTED.items()}
-        return [Route(prefix + path, handler, methods=[method]) for (method, path), handler in {**supported, **refused}.items()]
+        handlers |= {place: partial(_refuse, what) for place, what in _NOT_SUPPORTED.items()}
+        return [Route(prefix + path, handler, methods=[method]) for (method, path), handler in handlers.items()]
 
     async def _sessions(self, request: HttpRequest) -> Response:
         names = await self._log.names("session", tenant_of(request))
         return JSONResponse({"sessions": _page(request, names, 20)[0]})
 
     async def _session(self, request: HttpRequest) -> Response:
-        session = await self._tenants.session(tenant_of(request), request.path_params["session"])
-        runs = await self._log.names("model", session.name)
-        samplers = await self._log.names("sampling", session.name)
-        about = {"user_metadata": session.metadata or None, "display_name": session.display_name or None}
+        name = request.path_params["session"]
+        session = await self._tenants.session(tenant_of(request), name)
+        runs, samplers = await self._log.names("model", name), await self._log.names("sampling", name)
+        about = {"user_metadata": json.loads(session["metadata"]) or None, "display_name": session["display_name"] or None}
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers, **about})
 
     async def _finish(self, request: HttpRequest) -> Response:
         """Ends a session and unloads its models, after their requests. Its checkpoints stay."""
         tenant, name = tenant_of(request), request.path_params["session"]
         given = m.read(m.FinishSession, await request.body())
-        if not (await self._tenants.session(tenant, name)).is_finished:
+        if ENDED not in await self._tenants.session(tenant, name):
             for model in await self._log.names("model", name):
                 await unload(self._log, model)
             await self._tenants.finish_session(tenant, name, given.reason.type)
@@ -181,11 +184,8 @@ class RestRoutes:
         return hmac.new(self._key, f"{checkpoint} {file} {expires}".encode(), hashlib.sha256).hexdigest()
 
 
-def _refusal(what: str) -> Callable[[HttpRequest], Awaitable[Response]]:
-    async def refuse(request: HttpRequest) -> Response:
-        raise TenantError(f"not supported: {what}")
-
-    return refuse
+async def _refuse(what: str, request: HttpRequest) -> Response:
+    raise TenantError(f"not supported: {what}")
 
 
 def _named(request: HttpRequest) -> m.SavedModel:

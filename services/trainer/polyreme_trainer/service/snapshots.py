@@ -3,7 +3,6 @@
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -13,7 +12,9 @@ from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LOAD, LogPlace, RequestLog
 from polyreme_trainer.learner.gates import LIMITS
 from polyreme_trainer.service.batch import Batch, FloatArray, LossCall
-from polyreme_trainer.service.wire import Request
+from polyreme_trainer.service.messages import SavedModel
+from polyreme_trainer.service.states import States
+from polyreme_trainer.service.wire import Request, failure
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SnapshotProbe:
-    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many seconds a snapshot
-    waits for a sampler that is busy or starts again. Its first request loads it then."""
+    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many seconds a client
+    waits for a sampler that is busy or starts again. The snapshot is compared later then."""
 
     ids: NDArray[np.int64]
     limit: float
@@ -54,36 +55,37 @@ class SnapshotProbe:
             return None
         return f"expected a mismatch_kl of at most {self.limit:g} between learner and sampler; found {value:g}. Save the weights again."
 
+    def problem(self, found: bytes, snapshot: "Snapshot") -> str | None:
+        """Why a snapshot must not be used, by the sampler's answer; None: it may."""
+        if found[:1] != b"P":
+            return str(json.loads(found[1:])["error"])
+        sampled = np.frombuffer(pb.SampleResponse.FromString(found[1:]).prompt_logprobs, "<f4")[1:]
+        return self.mismatch(snapshot.logprobs, sampled)
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights in a directory, and the learner's log-probabilities of the canary with them, float32 [n - 1]."""
+    """Weights that were saved, and the learner's log-probabilities of the canary with them, float32 [n - 1]."""
 
-    folder: Path
+    saved: SavedModel
     logprobs: FloatArray
 
 
-async def load_snapshot(log: RequestLog, place: LogPlace, snapshot: Snapshot, canary: SnapshotProbe) -> str | None:
-    """Lets the sampler load a snapshot. Returns why it must not be used; None if it may, or if the sampler has not answered in time.
-
-    Args:
-        place: the request that has written it.
-    """
+async def finish_compared(
+    log: RequestLog, states: States, place: LogPlace, result: bytes, snapshot: Snapshot, canary: SnapshotProbe
+) -> None:
+    """Finishes a request with its result once the sampler has loaded the snapshot that it wrote. One with other log-probabilities gives its place
+    back to what it has replaced, also after its client has heard of it."""
     ask = LogPlace(f"{place.id}{LOAD}", "sampler")
-    fields = {
-        "weights": str(snapshot.folder),
-        "prompt": canary.ids.tolist(),
-        "samples": 0,
-        "prompt_logprobs": True,
-        "max_tokens": 1,
-    }
-    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop_ids": [], "stop_strings": []}
-    await log.submit(ask, Request("sample", fields | plain).pack())
-    found = await log.result(ask.id, canary.seconds)
-    if found is None:
-        logger.warning("%s: no answer of the sampler within %g s; its weights are not compared", place.id, canary.seconds)
-        return None
-    if found[:1] != b"P":
-        return str(json.loads(found[1:])["error"])
-    sampled = np.frombuffer(pb.SampleResponse.FromString(found[1:]).prompt_logprobs, "<f4")[1:]
-    return canary.mismatch(snapshot.logprobs, sampled)
+    weights, scoring = str(states.folder(snapshot.saved).resolve()), {"samples": 0, "prompt_logprobs": True, "max_tokens": 1}
+    await log.submit(ask, Request("sample", {"weights": weights, "prompt": canary.ids.tolist(), **scoring}).pack())
+    if (found := await log.result(ask.id, canary.seconds)) is None:
+        logger.warning("%s: no answer of the sampler within %g s; its weights are compared later", place.id, canary.seconds)
+        await log.finish(place, result)
+        found = await log.result(ask.id, log.limits.result_seconds)
+        found = found if found is not None and found[:1] == b"P" else None  # an error now says nothing about the weights
+    problem = None if found is None else canary.problem(found, snapshot)
+    if problem is not None:
+        logger.error("model %s: %s", place.lane, problem)
+    states.settle(snapshot.saved, place.seq, is_good=problem is None)
+    await log.finish(place, result if problem is None else failure(problem, "server"))

@@ -4,18 +4,20 @@
     MODEL/weights/NAME               a checkpoint to continue from: weights and moments
     MODEL/sampler_weights/NAME       a checkpoint to sample from: PEFT's files, or all weights
     MODEL/external_weights/NAME      the same files, to download
+    MODEL/KIND/.NAME.replaced        what a checkpoint has replaced, until it is known to be good
 
 Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that wrote it, whose
 it is, and when it expires. Checkpoints take at most `limit` bytes.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
-from polyreme.config.trainer import LoraConfig
-from polyreme_trainer.megatron.atomic import discard, new_directory
+from polyreme_trainer.megatron.atomic import discard, new_directory, publish, sync
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import FACTS, Facts, Folders, remove, size
 from polyreme_trainer.service.messages import Kind, SavedModel
@@ -52,24 +54,38 @@ class States(Folders):
         return saved[-1], facts
 
     def save(self, checkpoint: SavedModel, write: Callable[[Path], None], facts: Facts, overwrite: bool) -> None:
-        """Saves a checkpoint whose directory `write` fills. Raises TenantError when the name is taken, or the disk's share is."""
-        self._check_free(checkpoint, facts, overwrite)
-        with new_directory(self.folder(checkpoint)) as folder:
+        """Saves a checkpoint whose directory `write` fills. What it replaces is kept until `settle`. Raises TenantError when the name is taken, or the
+        disk's share is."""
+        path, before = self.folder(checkpoint), Facts.read(self.folder(checkpoint))
+        again = before is not None and before.seq == facts.seq  # after a restart: the request finds what it has written itself
+        if before is not None and not (again or overwrite or before.is_expired):
+            raise TenantError(f"expected a new name, or overwrite; found a checkpoint at {checkpoint}")
+        with new_directory(path) as folder:
             write(folder)
             (folder / FACTS).write_text(facts.to_json())
             self._make_room(checkpoint, size(folder))
+            if not again:
+                _link_all(path, _replaced(path))
         if not facts.is_named:
             for old in [each for each in self.kept(checkpoint.model) if not each.facts.is_named][: -self._unnamed]:
                 remove(self.folder(old.name))
 
+    def settle(self, checkpoint: SavedModel, seq: int, *, is_good: bool = True) -> None:
+        """Decides about a checkpoint that the request `seq` has saved: one that is not good gives its place back to what it has replaced."""
+        path, replaced = self.folder(checkpoint), _replaced(self.folder(checkpoint))
+        facts = Facts.read(path)
+        if facts is not None and facts.seq != seq:
+            return  # it was saved again since
+        if facts is not None and not is_good:
+            if replaced.exists():
+                publish(replaced, path)
+            else:
+                remove(path)
+        discard(replaced)
+
     def unfinished(self) -> list[str]:
         """The models with a state to continue from."""
         return [model for model in self.models() if self._states(model).exists()]
-
-    def adapters(self) -> dict[str, LoraConfig | None]:
-        """The adapters of each model with a state; None: all parameters."""
-        found = {model: self.newest_state(model) for model in self.unfinished()}
-        return {model: state[1].lora for model, state in found.items() if state is not None}
 
     def check_room(self) -> None:
         """Raises TenantError when states and checkpoints take all of the disk's share."""
@@ -120,8 +136,19 @@ class States(Folders):
         folders = self._states(model).iterdir() if self._states(model).exists() else ()
         return sorted((folder for folder in folders if folder.name.isdigit()), key=lambda folder: int(folder.name))
 
-    def _check_free(self, checkpoint: SavedModel, facts: Facts, overwrite: bool) -> None:
-        """A request that is executed again after a restart finds what it has written itself."""
-        before = Facts.read(self.folder(checkpoint))
-        if before is not None and not overwrite and not before.is_expired and before.seq != facts.seq:
-            raise TenantError(f"expected a new name, or overwrite; found a checkpoint at {checkpoint}")
+
+def _replaced(path: Path) -> Path:
+    """Where what was in a directory stays until it is known whether what has replaced it is good."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _link_all(path: Path, copy: Path) -> None:
+    """Makes a copy of a directory with the same files; none where there is no directory, or a client deletes it meanwhile."""
+    discard(copy)
+    try:
+        shutil.copytree(path, copy, copy_function=os.link)
+        sync(copy)
+    except OSError:
+        discard(copy)
+        if path.exists():
+            raise

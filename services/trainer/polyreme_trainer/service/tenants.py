@@ -3,32 +3,24 @@
 Invariant: what belongs to another tenant is unknown: the answer does not tell it from what does not exist.
 """
 
+import asyncio
 import json
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
 from polyreme.experience.requests import RequestLog
 from polyreme_trainer.service.errors import TenantError
-from polyreme_trainer.service.messages import CreateSession
 from polyreme_trainer.service.wire import ENDED, UNLOADED
 
 Record = Mapping[str, str]
+OwnedKind = Literal["session", "model", "agent session"]
+"""What a tenant has a bounded number of."""
 _ENDS = {"session": "Finish", "model": "Unload", "agent session": "End"}
-
-
-@dataclass(frozen=True)
-class TenantSession:
-    """A client's session."""
-
-    name: str
-    metadata: dict[str, object]
-    display_name: str
-    is_finished: bool
 
 
 @dataclass(frozen=True)
@@ -49,39 +41,33 @@ class Tenants:
 
     def __init__(self, log: RequestLog) -> None:
         self._log = log
+        self._adding = WeakValueDictionary[str, asyncio.Lock]()
+        """By tenant: what is added at the same time is counted, too."""
 
-    async def check_room(self, tenant: str, kind: Literal["session", "model", "agent session"], most: int) -> None:
-        """Raises TenantError when a tenant has as many sessions or models as it may."""
-        names = await self._log.names(kind, tenant)
-        if len(names) < most:
-            return
-        records = [await self._log.record(kind, name) for name in names]
-        if (count := sum(record is not None and ENDED not in record for record in records)) >= most:
-            do = f"{_ENDS[kind]} one, or ask for a larger quota."
-            raise TenantError(f"expected at most {most} {kind}s of a tenant; found {count}. {do}")
+    async def add_record(
+        self, tenant: str, kind: OwnedKind, name: str, fields: Mapping[str, str], most: int, groups: Sequence[str] = ()
+    ) -> None:
+        """Adds a session or a model of a tenant, also to the further `groups`. Raises TenantError when there are `most`."""
+        async with self._adding.setdefault(tenant, asyncio.Lock()):
+            names = await self._log.names(kind, tenant)
+            records = [await self._log.record(kind, each) for each in names] if len(names) >= most else []
+            if (count := sum(record is not None and ENDED not in record for record in records)) >= most:
+                do = f"{_ENDS[kind]} one, or ask for a larger quota."
+                raise TenantError(f"expected at most {most} {kind}s of a tenant; found {count}. {do}")
+            await self._log.set_record(kind, name, {"tenant": tenant, **fields}, (tenant, *groups))
 
-    async def add_session(self, tenant: str, name: str, given: CreateSession) -> None:
-        fields = {
-            "tenant": tenant,
-            "metadata": json.dumps(given.user_metadata),
-            "display_name": given.display_name,
-            "created": str(time.time()),
-        }
-        await self._log.set_record("session", name, fields, (tenant,))
-
-    async def session(self, tenant: str, name: str) -> TenantSession:
-        """Raises HTTPException for an unknown session."""
-        record = await self._record(tenant, "session", name)
-        return TenantSession(name, json.loads(record["metadata"]), record["display_name"], ENDED in record)
+    async def session(self, tenant: str, name: str) -> Record:
+        """What is known of a session, with ENDED when its client has finished it. Raises HTTPException for an unknown one."""
+        return await self._record(tenant, "session", name)
 
     async def open_session(self, tenant: str, name: str) -> None:
         """Raises HTTPException for an unknown session, and TenantError for a finished one."""
-        if (await self.session(tenant, name)).is_finished:
+        if ENDED in await self.session(tenant, name):
             raise TenantError("expected a session that goes on; found one that its client has finished")
 
     async def finish_session(self, tenant: str, name: str, how: str) -> None:
         """The first end of a session stands. Raises HTTPException for an unknown session."""
-        if not (await self.session(tenant, name)).is_finished:
+        if ENDED not in await self.session(tenant, name):
             await self._log.set_record("session", name, {ENDED: how})
 
     async def add_model(
@@ -91,10 +77,9 @@ class Tenants:
         name = f"{session}:train:{number}"
         if await self._log.record("model", name) is not None:  # the first request of a number stands
             return name
-        await self.check_room(tenant, "model", most)
         rank = 0 if lora is None else int(lora["rank"])
-        fields = {"tenant": tenant, "base_model": base_model, "rank": str(rank), "metadata": json.dumps(metadata)}
-        await self._log.set_record("model", name, fields, (tenant, session))
+        fields = {"base_model": base_model, "rank": str(rank), "metadata": json.dumps(metadata)}
+        await self.add_record(tenant, "model", name, fields, most, (session,))
         return name
 
     async def model(self, tenant: str, name: str) -> TenantModel:

@@ -17,15 +17,12 @@ class Api(Protocol):
 
     def read(self, asked: Asked, history: Callable[[str], list[Message]], /) -> TurnRequest:
         """The request. `history`: the conversation up to an answer, by the id of its turn. Raises RefusedRequestError."""
-        ...
 
     def reply(self, asked: Asked, turn: AgentTurn, /) -> dict[str, object]:
         """The whole reply."""
-        ...
 
     def events(self, asked: Asked, /) -> EventWriter:
         """What writes the same as server-sent events."""
-        ...
 
     def error(self, status: int, message: str, code: str, /) -> Event: ...
 

@@ -129,9 +129,8 @@ class AgentSessions:
 
     async def _open(self, policy: AgentPolicy) -> str:
         """The id of a new session. Raises TenantError when there is no room."""
-        await self._tenants.check_room(policy.tenant, KIND, self._accounts.quota_of(policy.tenant).sessions)
-        id = secrets.token_hex(8)
-        await self._log.set_record(KIND, id, policy.record(), (policy.tenant,))
+        id, most = secrets.token_hex(8), self._accounts.quota_of(policy.tenant).sessions
+        await self._tenants.add_record(policy.tenant, KIND, id, policy.record(), most)
         if not await self._kept.open(id, id, most := self._settings.max_sessions):
             await self._log.delete_record(KIND, id, (policy.tenant,))
             raise TenantError(f"expected at most agents.max_sessions = {most} sessions of agents; found as many. End some.")

@@ -53,11 +53,9 @@ class LogSampler(Sampler):
         rollouts = options.partial or wanted.blank()
         rollouts.start_call()
         result = await self._result(_request(wanted, self.policy))
-        if result[:1] == b"J":
-            failure = json.loads(result[1:])
-            if failure["category"] == "user":
-                raise DataError("a turn that the sampler can answer", failure["error"], "Change the request.")
-            raise GenerateError(failure["error"])
+        if result[:1] == b"J":  # it stands: the turn has the same result when it is asked for again
+            do = "Change the request, or open another session."
+            raise DataError("a turn that the sampler can answer", json.loads(result[1:])["error"], do)
         [sequence] = tinker_pb2.SampleResponse.FromString(result[1:]).sequences
         span = VersionSpan(version=0, start=0, end=len(sequence.tokens) // 4)
         chunk = rollout_pb2.Chunk(slot=0, token_ids=sequence.tokens, logprobs=sequence.logprobs, oldest_version=0)
@@ -88,15 +86,10 @@ def _request(wanted: Generation, policy: AgentPolicy) -> Request:
     fields = {
         "weights": policy.weights or None,
         "prompt": wanted.prompt_ids.tolist(),
-        "samples": 1,
-        "prompt_logprobs": False,
         "max_tokens": wanted.max_new,
         "seed": wanted.seed(0, 0),
         "temperature": wanted.temperature,
-        "top_k": -1,
-        "top_p": 1.0,
         "stop_ids": list(wanted.stop_ids),
-        "stop_strings": [],
     }
     return Request("sample", fields)
 

@@ -3,6 +3,7 @@
 Invariant: pure. The times of a step add up to the time since the step before: executing, in the queue, and without a request.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from polyreme.experience.metric_records import StageStep
+from polyreme.experience.requests import LogPlace, tenant_in
 from polyreme_trainer.service.batch import Batch
+from polyreme_trainer.service.wire import ARRIVED, Request
 
 _TRAINED = ("weights", "advantages", "mask")
 """Inputs of losses that are 0 for a token that is not trained on. The first one that a loss has counts."""
@@ -49,6 +52,11 @@ class StepMeters:
         """Counts an optimizer step, which ends what the meter measures. `steps`: of the optimizer."""
         self._moved[model] = self._meters.pop(model, _Meter()), {"grad_norm": norm, "lr": lr, "optimizer_steps": float(steps)}
 
+    def drop_gradient(self, model: str) -> None:
+        """Forgets the batches of a gradient that was dropped. Their time counts for the next step."""
+        if (meter := self._meters.get(model)) is not None:
+            self._meters[model] = _Meter(execute=meter.execute, queue=meter.queue, client=meter.client)
+
     @contextmanager
     def replaying(self, model: str) -> Iterator[None]:
         """What the block executes again counts for the next optimizer step alone, and only if this process has not counted it before."""
@@ -74,6 +82,20 @@ class StepMeters:
         meter.execute += ended - began
         self._ended[model] = ended
         return None if moved is None else StageStep(step=0, time=ended, metrics={**_metrics(meter), **moved[1]})
+
+    def report(
+        self, requests: Mapping[LogPlace, Request], began: float, ended: float
+    ) -> tuple[dict[LogPlace, StageStep], dict[str, Counter[str]]]:
+        """The records of the optimizer steps among requests of different models that were executed together, and what they add to the service's
+        counters. `began`, `ended`: Unix times."""
+        records, counts = dict[LogPlace, StageStep](), {"learner": Counter({"busy_seconds": ended - began})}
+        for place, request in requests.items():
+            step = self.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)
+            if step is not None:
+                records[place] = step
+            tokens = self.take_tokens(place.lane)
+            counts.setdefault(tenant_in(place.lane), Counter()).update(trained_tokens=tokens, steps=int(step is not None))
+        return records, counts
 
     def forget(self, model: str) -> None:
         """Forgets an unloaded model."""

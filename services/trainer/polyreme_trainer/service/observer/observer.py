@@ -1,12 +1,14 @@
 """The observer of a training service: each model is a run directory, which the page shows.
 
 Invariant: one process writes the run directories. A record is in its directory once: the newest line of metrics.jsonl says where in the
-stream its directory stands, and a file of samples is complete before its record. An observer that is killed costs nothing.
+stream its directory stands, and a file of samples is complete before its record. An observer that is killed costs nothing. A model's files of
+samples have a bound: the oldest ones are deleted.
 """
 
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -43,6 +45,8 @@ class _ModelRun:
 
     recorder: Recorder
     files: ExitStack
+    samples: deque[tuple[str, int]]
+    """The files of samples, the oldest first, and their bytes."""
     next_group: int = 0
     trained_tokens: int = 0
     sampled_tokens: int = 0
@@ -56,6 +60,9 @@ class Observer:
         model: the base model's directory; base_model: its name.
         names: of the tenants that have one.
     """
+
+    samples_bytes = 256 << 20
+    """Most bytes of a model's files of samples."""
 
     def __init__(self, log: RequestLog, folder: Path, model: Path, base_model: str, names: Mapping[str, str]) -> None:
         self._log, self._records, self._folder = log, log.records, folder
@@ -116,14 +123,22 @@ class Observer:
         """Writes a file of samples, and its record."""
         if not lines:
             return
-        name, step = f"served_{lines[-1].id}.jsonl", run.recorder.progress.newest
+        folder, step = self._folder / MODELS / model / "samples", run.recorder.progress.newest
+        name = f"served_{lines[-1].id}.jsonl"
         samples = [each for n, line in enumerate(lines) for each in _sample_lines(line.fields, step, run.next_group + n)]
-        write_atomically(self._folder / MODELS / model / "samples" / name, "".join(json.dumps(each) + "\n" for each in samples))
+        text = "".join(json.dumps(each) + "\n" for each in samples)
+        write_atomically(folder / name, text)
+        run.samples.append((name, len(text)))
+        dropped = list[str]()
+        while len(run.samples) > 1 and sum(size for _, size in run.samples) > self.samples_bytes:
+            dropped.append(run.samples.popleft()[0])
         run.next_group += len(lines)
         tokens = sum(each["tokens"] for each in samples)
         run.sampled_tokens += tokens
-        served = SamplesServed(file=name, samples=len(samples), tokens=tokens, next_group=run.next_group)
+        served = SamplesServed(file=name, samples=len(samples), tokens=tokens, next_group=run.next_group, dropped=dropped)
         run.recorder.add(served, lines[-1].id)
+        for old in dropped:
+            (folder / old).unlink(missing_ok=True)
 
     async def _opened(self, model: str) -> _ModelRun:
         """Opens a model's run directory, or creates it."""
@@ -133,7 +148,7 @@ class Observer:
             if read_run_file(folder) is None:
                 await self._create(model, folder)
             (folder / "samples").mkdir(exist_ok=True)
-            run = _ModelRun(Recorder.open(folder, model), files)
+            run = _ModelRun(Recorder.open(folder, model), files, _sample_files(folder / "samples"))
             files.callback(run.recorder.close)
             for line in read_records(folder, model):
                 match read_record(line):
@@ -181,6 +196,12 @@ class Observer:
             workers[worker] = WorkerState(self._busy.fraction(worker, time.monotonic(), seconds), queued)
         self.state = ServiceState(self._base_model, time.time(), workers)
         self.state.write(self._folder)
+
+
+def _sample_files(folder: Path) -> deque[tuple[str, int]]:
+    """The files of samples in a folder, the oldest first, and their bytes."""
+    files = sorted(folder.glob("served_*.jsonl"), key=lambda file: _order(file.stem.removeprefix("served_")))
+    return deque((file.name, file.stat().st_size) for file in files)
 
 
 def _order(stream_id: str) -> tuple[int, int]:
