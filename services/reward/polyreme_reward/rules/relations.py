@@ -163,6 +163,8 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
             return False
         return _equal(gold.value, answer.value)
     for one, other in ((gold, answer), (answer, gold)):
+        if isinstance(one, Named) and isinstance(one.value, sympy.FiniteSet) and _has_indices(other, one.name):
+            return _match(_members(one.value), [part.value for part in other.parts])
         if isinstance(one, Named) and isinstance(other, Equation | Several):
             return isinstance(other, Equation) and _proportional(one, other)
         if isinstance(one, Named):
@@ -180,6 +182,13 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
     if isinstance(gold, Inequality | Several) or isinstance(answer, Inequality | Several):
         return _same_solutions(gold, answer)
     return _same_objects(gold, answer)
+
+
+def _has_indices(found: Meaning, name: sympy.Basic) -> bool:
+    """Whether values of one unknown have its indices as names: x_1 = 1, x_2 = 2."""
+    return isinstance(found, Several) and all(
+        isinstance(part, Named) and str(part.name).startswith(f"{name}_") for part in found.parts
+    )
 
 
 def _other_symbols(left: sympy.Basic, right: sympy.Basic) -> bool:
