@@ -4,13 +4,13 @@ Invariant: a variable has the value that bash would give it in a plain start of 
 output of a command decides is never guessed.
 """
 
-import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from polyreme.import_config.reading.shell_lexer import ShellCommand, commands
+from polyreme.import_config.reading.shell_truth import NoTest, both, chained, either, inverse, tested
 from polyreme.import_config.reading.shell_words import (
     Variables,
     document,
@@ -104,18 +104,6 @@ def _define(command: ShellCommand, walk: _Walk) -> bool:
     return True
 
 
-def _and(*values: bool | None) -> bool | None:
-    return False if False in values else None if None in values else True
-
-
-def _or(one: bool | None, other: bool | None) -> bool | None:
-    return True if True in (one, other) else None if None in (one, other) else False
-
-
-def _not(value: bool | None) -> bool | None:
-    return None if value is None else not value
-
-
 def _command(command: ShellCommand, walk: _Walk) -> Iterator[Call]:
     words, blocks = list(command.words), walk.blocks
     while words and not _reads_pattern(words, blocks) and _keyword(words, walk):
@@ -126,27 +114,23 @@ def _command(command: ShellCommand, walk: _Walk) -> Iterator[Call]:
     negated = words[:1] == ["!"]
     words = words[negated:]
     in_condition = bool(blocks) and blocks[-1].reads_condition
-    runs = _and(*(block.state for block in (blocks[:-1] if in_condition else blocks)))
+    runs = both(*(block.state for block in (blocks[:-1] if in_condition else blocks)))
     if command.before == "&&":
-        runs = _and(runs, walk.last)
+        runs = both(runs, walk.last)
     elif command.before == "||":
-        runs = _and(runs, _not(walk.last))
+        runs = both(runs, inverse(walk.last))
     if words and runs is not False:
-        result = _test(words, walk.variables)
-        if isinstance(result, _NoTest):
+        result = tested(words, walk.variables)
+        if isinstance(result, NoTest):
             yield from _simple(words, command, walk, runs is True)
             result = None if in_condition else True  # elsewhere, a script is written for commands that succeed
-        result = _not(result) if negated else result
-        walk.last = result if command.before not in ("&&", "||") else _chained(command.before, walk.last, result)
+        result = inverse(result) if negated else result
+        walk.last = result if command.before not in ("&&", "||") else chained(command.before, walk.last, result)
         if in_condition:
-            blocks[-1].state = _not(walk.last) if blocks[-1].kind == "until" else walk.last
+            blocks[-1].state = inverse(walk.last) if blocks[-1].kind == "until" else walk.last
     if command.after == ";;" and blocks and blocks[-1].kind == "case":
-        blocks[-1].taken = _or(blocks[-1].taken, blocks[-1].state)
+        blocks[-1].taken = either(blocks[-1].taken, blocks[-1].state)
         blocks[-1].state, blocks[-1].reads_condition = False, True
-
-
-def _chained(sign: str, before: bool | None, result: bool | None) -> bool | None:
-    return _and(before, result) if sign == "&&" else _or(before, result)
 
 
 def _reads_pattern(words: list[str], blocks: list[_Block]) -> bool:
@@ -160,7 +144,7 @@ def _pattern(command: ShellCommand, words: list[str], walk: _Walk) -> None:
     for word in words:
         pattern = joined(word, walk.variables)
         found = None if is_open(block.subject + pattern) else matches(block.subject, pattern)
-        block.state = _or(block.state, _and(found, _not(block.taken)))
+        block.state = either(block.state, both(found, inverse(block.taken)))
     block.reads_condition = command.after != ")"
 
 
@@ -175,7 +159,7 @@ def _keyword(words: list[str], walk: _Walk) -> bool:
     if word in _CONDITIONS:
         del words[0]
         if word == "elif" and blocks:
-            blocks[-1].taken = _or(blocks[-1].taken, blocks[-1].state)
+            blocks[-1].taken = either(blocks[-1].taken, blocks[-1].state)
             blocks[-1].reads_condition = True
         else:
             blocks.append(_Block(word, None, reads_condition=True))
@@ -183,8 +167,8 @@ def _keyword(words: list[str], walk: _Walk) -> bool:
     if word in ("then", "else") and blocks:
         del words[0]
         block = blocks[-1]
-        block.taken = _or(block.taken, block.state) if word == "else" else block.taken
-        block.state = _not(block.taken) if word == "else" else _and(block.state, _not(block.taken))
+        block.taken = either(block.taken, block.state) if word == "else" else block.taken
+        block.state = inverse(block.taken) if word == "else" else both(block.state, inverse(block.taken))
         block.reads_condition = False
         return True
     if word in ("fi", "done", "esac") and blocks:
@@ -206,58 +190,6 @@ def _loop(words: list[str], walk: _Walk) -> None:
     if len(words) > 1 and words[1].isidentifier():
         walk.variables[words[1]] = names[0] if single else opened(f"${words[1]}")
     walk.blocks.append(_Block("for", True if names else None))
-
-
-class _NoTest:
-    pass
-
-
-_NO_TEST = _NoTest()
-
-
-def _test(words: list[str], variables: Variables) -> bool | _NoTest | None:
-    """The result of `[ ... ]`, `[[ ... ]]` and `test ...`. None: it is open."""
-    if words[0] in ("true", "false"):
-        return words[0] != "false"
-    if words[0] not in ("[", "[[", "test"):
-        return _NO_TEST
-    if words[0] == "test":
-        return _holds(words[1:], variables, globs=False)
-    return _holds(words[1:-1], variables, words[0] == "[[") if words[-1] == ("]" * len(words[0])) else None
-
-
-def _holds(parts: list[str], variables: Variables, globs: bool) -> bool | None:
-    """The truth of what is tested. `globs`: as within `[[ ]]`."""
-    for sign in ("||", "&&") if globs and "(" not in parts else ():
-        if sign in parts:
-            place = parts.index(sign)
-            return _chained(sign, *(_holds(each, variables, globs) for each in (parts[:place], parts[place + 1 :])))
-    if parts[:1] == ["!"]:
-        return _not(_holds(parts[1:], variables, globs))
-    plain = {**dict.fromkeys("123456789", ""), **variables}  # a plain start has none
-    values = [joined(part, plain) for part in parts]
-    if any(is_open(value) for value in values):
-        return None
-    match values:
-        case ["-z", text]:
-            return text == ""
-        case ["-n", text] | [text]:
-            return text != ""
-        case [text, "=" | "==" | "!=" as sign, other]:
-            return (matches(text, other) if globs else text == other) == (sign != "!=")
-        case [one, sign, other] if sign in _COMPARISONS and all(re.fullmatch(r"-?\d+", each) for each in (one, other)):
-            return bool(_COMPARISONS[sign](int(one), int(other)))
-    return None
-
-
-_COMPARISONS = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-}
 
 
 def _simple(words: list[str], command: ShellCommand, walk: _Walk, certain: bool) -> Iterator[Call]:
