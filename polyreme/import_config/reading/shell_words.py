@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from polyreme.import_config.reading.shell_lexer import commands, skip
 
 Variables = MutableMapping[str, str | list[str]]
+_NO_ARGUMENTS: dict[str, str | list[str]] = {"#": "0", "@": []}
 _START, _END = "\ue000", "\ue001"
 _OPEN = re.compile(f"{_START}[^{_END}]*{_END}")
 _SPACES = re.compile(f"[ \t\n]+(?![^{_START}{_END}]*{_END})")
@@ -129,7 +130,7 @@ def _value(name: str, index: str | None, source: str, variables: Variables) -> l
     """The value of a variable; of an array, that of the index, or all with `@`."""
     if name in "@*":  # the arguments of a function; those of the script are not known
         name, index = "@", "@"
-    value = variables.get(name, {"#": "0", "@": []}.get(name))
+    value = variables.get(name, _NO_ARGUMENTS.get(name))
     if value is None:
         return [opened(source)]
     if isinstance(value, str):
@@ -160,8 +161,11 @@ def _parameter(source: str, variables: Variables) -> list[str]:
         return _default(sign, name, word, values, unset, variables)
     pattern = joined(word, variables)
     if sign == ":" and (index or name) in ("@", "*"):
-        bounds = _PART.fullmatch(pattern)  # the first argument has the number 1
-        return values[max(0, int(bounds[1]) - (name in "@*")) :][: bounds[2] and int(bounds[2])] if bounds else [opened(source)]
+        bounds = _PART.fullmatch(pattern)
+        if bounds is None:
+            return [opened(source)]
+        rest = values[max(0, int(bounds[1]) - (name in "@*")) :]  # the first argument has the number 1
+        return rest[: int(bounds[2])] if bounds[2] else rest
     return [opened(source) if is_open(value + pattern) else _changed(value, sign, pattern, source) for value in values]
 
 
