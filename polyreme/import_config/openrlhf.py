@@ -12,6 +12,7 @@ from polyreme.import_config.rules import Convert, Lost, Noted, Off, Rule, System
 
 ESTIMATOR = "algo.advantage.estimator"
 IN_GAE = when(ESTIMATOR, "gae")
+_DIRECTORY = "CHECK: what stands behind @ is the data set's only directory that OpenRLHF reads: name its files"
 
 
 def _only(convert: Convert) -> Convert:
@@ -31,7 +32,20 @@ def _bounds(value: object, values: Values) -> object:
 
 def _datasets(value: object, values: Values) -> object:
     """One data set, or several with their probabilities."""
-    names = [str(value)] if isinstance(value, Unresolved) else [each.partition("@")[0] for each in str(value).split(",")]
+    found = _weighted(_names(value), values)
+    return Noted(found, _DIRECTORY) if "@" in str(value) and not isinstance(value, Unresolved) else found
+
+
+def _held_out(value: object, values: Values) -> object:
+    found = [path(name, values) for name in _names(value)]
+    return found[0] if len(found) == 1 else found
+
+
+def _names(value: object) -> list[str]:
+    return [str(value)] if isinstance(value, Unresolved) else [each.partition("@")[0].strip() for each in str(value).split(",")]
+
+
+def _weighted(names: list[str], values: Values) -> object:
     if len(names) == 1:
         return path(names[0], values)
     given_weights = values.get("data.prompt_probs")
@@ -97,7 +111,7 @@ RULES = (
     Rule("critic.model_name_or_path", "trainer.critic.path", NAME_OR_PATH, _only(path)),
     Rule("data.prompt_dataset", "data.train", NAME_OR_PATH, _datasets),
     *part_of("data.train", "data.prompt_probs"),
-    Rule("eval.dataset", "data.eval", NAME_OR_PATH, path),
+    Rule("eval.dataset", "data.eval", NAME_OR_PATH, _held_out),
     Rule("data.input_key", "data.prompt_key"),
     Rule("data.label_key", "data.label_key"),
     *lost("OpenRLHF takes at most so many rows; make such a file if the data has more, and count it in --rows", "data.max_samples",

@@ -4,6 +4,8 @@ Invariant: a file is imported by exactly one system: the named one, or the one w
 """
 
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from polyreme.errors import ConfigError
@@ -28,6 +30,8 @@ _PREPARED = {
     TRL.name: with_plain_options,
 }
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
+_TRAINERS = {VERL.name: r"main_(ppo(_\w+)?|dapo)|fully_async_main", OPENRLHF.name: r"train_ppo(_ray\w*)?"}
+"""The names of the programs whose training the rules of a system describe. A recipe often has a loss of its own behind the same options."""
 _REQUIRED = {"model.path": "FILL_IN/model", "data.train": "FILL_IN/data"}
 """What a run needs and a configuration may leave to its script, with a path that the user must replace: the run does not start without it."""
 _PLACEHOLDER = 100
@@ -58,8 +62,15 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
         trainer = trainer_of(f"{read.program} {path.name}")
         values = {**values, TRAINER: trainer} if trainer else values
     found = translate(system, values, rows)
-    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
+    notes = [*_own_trainer(system, read.program), *read.notes]
+    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in notes]
     return system, found
+
+
+def _own_trainer(system: System, program: str) -> Iterator[tuple[str, str]]:
+    known, name = _TRAINERS.get(system.name), re.split(r"[/.]", program.removesuffix(".py"))[-1]
+    if known and program and not re.fullmatch(known, name):
+        yield program, f"a trainer of its own, which may train otherwise than {system.title}'s; only its options were read"
 
 
 def translate(system: System, values: Values, rows: int | None = None) -> Imported:

@@ -94,6 +94,15 @@ async def test_a_function_finds_what_an_editor_imports_and_sums_may_be_rounded()
         assert summary(await scorer.score([good, bad])) == [("OK", 1.0), ("OK", 0.0)]
 
 
+async def test_outputs_may_be_lists_of_one_value_as_in_apps() -> None:
+    tests = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [4]]}
+    texts = [f"def f(x):\n    return {value}" for value in ("2 * x", "[2 * x]", "x", "[x]")]
+    async with scoring({"name": "code"}) as scorer:
+        found = await scorer.score([program(text, tests) for text in texts])
+        mixed = await scorer.score([program(texts[0], {**tests, "outputs": [[2], 4]})])
+    assert summary([*found, *mixed]) == [("OK", score) for score in (1.0, 1.0, 0.0, 0.0, 0.0)]
+
+
 async def test_the_share_of_passed_tests() -> None:
     async with scoring({"name": "code", "options": {"partial": True}}) as scorer:
         assert summary(await scorer.score([program("print(3)", ECHO_SUM)])) == [("OK", 0.5)]

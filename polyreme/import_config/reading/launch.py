@@ -4,7 +4,7 @@ Invariant: every option of the command is in the values, among what stays open, 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import yaml
@@ -18,6 +18,9 @@ _TRAINS = re.compile(
     r"main_ppo|main_dapo|train_ppo|train_grpo|grpo|rloo|ppo|dapo|gspo|recipe\.|verl\.|openrlhf\.|mindspeed", re.IGNORECASE
 )
 _LAUNCHER = re.compile(r".*\.(distributed|commands)\.(run|launch)|accelerate\.commands.*|deepspeed.*")
+_COUNTS = {"num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_nodes"}
+"""Options of launchers that say how many processes there are."""
+_TIME = re.compile(r"[-+]?\d+(:\d+)+")
 _CONFIGURATION = re.compile(r"[^-=\s][^=\s]*\.(ya?ml|json)")
 _ALGORITHM = re.compile(r"ppo|grpo|rloo|dapo|gspo")
 _AROUND = re.compile(r"eval|convert|merge|prepare|preprocess|serve|generate")
@@ -67,7 +70,7 @@ def find(calls: Iterable[Call], where: str) -> Launch | None:
         training = [max(found, key=lambda each: len(each[1].values))] if found else []
     if not training:
         return None
-    (call, chosen), *others = training
+    (call, chosen), *others = sorted(training, key=lambda each: not each[0].certain)
     chosen.notes += [
         (
             _short(words),
@@ -79,7 +82,7 @@ def find(calls: Iterable[Call], where: str) -> Launch | None:
     if others:
         count = len(others) + 1
         chosen.notes.append(
-            (chosen.program, f"the script has {count} training commands with different options: the first one is read")
+            (chosen.program, f"the script has {count} training commands with different options: one of them is read")
         )
     if not call.certain:
         chosen.notes.append((chosen.program, "a condition that the script leaves open decides whether this command runs"))
@@ -120,12 +123,12 @@ def _launch(words: Sequence[str]) -> Launch | None:
     words = list(words)
     if "submit" in words and "--" in words:  # ray job submit ... -- COMMAND
         words = words[words.index("--") + 1 :]
-    start = _program(words)
+    start = None if words[:1] in (["echo"], ["printf"]) else _program(words)
     if start is None:
         return None
     program, before, arguments = " ".join(words[start[0] : start[1]]), words[: start[0]], words[start[1] :]
-    options = _launcher(before).values
-    file = options.get("config_file")
+    options = _launcher(before)
+    file = None if _COUNTS & options.opened.keys() else options.values.get("config_file")
     launch = Launch(shown(program), _processes(options), file if isinstance(file, str) else None)
     _read_options(arguments, launch)
     return launch if launch.values or launch.opened else None
@@ -157,18 +160,21 @@ def _program(words: Sequence[str]) -> tuple[int, int] | None:
 def _launcher(words: Sequence[str]) -> Launch:
     """The options of torchrun, accelerate or deepspeed."""
     options = Launch("")
-    _read_options([word.replace("nproc_per_node", "nproc-per-node") for word in words], options)
+    _read_options([re.sub("^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words], options)
     return options
 
 
-def _processes(options: Mapping[str, object]) -> int | None:
-    """Processes that a launcher starts, over all machines."""
-    each = options.get("nproc-per-node", options.get("num_gpus"))
+def _processes(launcher: Launch) -> int | None:
+    """Processes that a launcher starts, over all machines. None: it does not say, or leaves a part of it open."""
+    options = launcher.values
+    each = options.get("nproc_per_node", options.get("num_gpus"))
     nodes = options.get("nnodes", options.get("num_nodes", 1))
     total = options.get("num_processes")
     if isinstance(total, int):
         return total
-    return each * nodes if isinstance(each, int) and isinstance(nodes, int) else None
+    if not isinstance(each, int) or not isinstance(nodes, int) or _COUNTS & launcher.opened.keys():
+        return None
+    return each * nodes
 
 
 def _read_options(words: Sequence[str], launch: Launch) -> None:
@@ -212,6 +218,8 @@ def _set(launch: Launch, key: str, given: str | list[str]) -> None:
 
 def value_of(text: str) -> object:
     """The value that a text has in YAML; the text itself if it is no YAML."""
+    if _TIME.fullmatch(text):  # such as 1:4, which YAML reads as 64
+        return text
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):  # a ValueError: a date such as 2024-13-01

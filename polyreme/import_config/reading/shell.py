@@ -5,10 +5,12 @@ output of a command decides is never guessed.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from polyreme.import_config.reading.shell_lexer import ShellCommand, commands
+from polyreme.import_config.reading.shell_truth import NoTest, both, chained, either, inverse, tested
 from polyreme.import_config.reading.shell_words import (
     Variables,
     document,
@@ -25,6 +27,10 @@ _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _CONDITIONS = ("if", "elif", "while", "until")
 _SHELLS = {"bash", "sh", "sbatch", "/bin/bash", "/bin/sh"}
 _MAX_DEPTH = 8
+_MOST_CALLS = 100  # of one function
+_FUNCTION = re.compile(r"[^=$'\"]+\(\)")
+_UNKNOWN = {sign: opened(f"${sign}") for sign in "@#123456789"}
+"""The arguments of a function that the script does not call."""
 
 
 @dataclass(frozen=True)
@@ -52,86 +58,108 @@ class _Walk:
     blocks: list[_Block] = field(default_factory=list)
     depth: int = 0
     last: bool | None = True  # the result of the previous command, for && and ||
+    functions: dict[str, list[ShellCommand]] = field(default_factory=dict)
+    called: Counter[str] = field(default_factory=Counter)
+    defined: str = ""  # the function whose body is being read
+    braces: int = 0
 
 
 def calls(text: str) -> Iterator[Call]:
     """The commands that a plain start of the script may run, in their order."""
-    yield from _walk(text, _Walk({"HOME": "~"}))
+    walk = _Walk({"HOME": "~"})
+    yield from _walk(commands(text), walk)
+    for name, body in [*walk.functions.items()]:
+        if name not in walk.called:  # another program may call it
+            walk.variables.update(_UNKNOWN)
+            yield from _enter(body, walk, certain=False)
 
 
-def _walk(text: str, walk: _Walk) -> Iterator[Call]:
-    for command in commands(text):
-        yield from _command(command, walk)
+def _walk(script: Iterable[ShellCommand], walk: _Walk) -> Iterator[Call]:
+    for command in script:
+        if not _define(command, walk):
+            yield from _command(command, walk)
 
 
-def _and(*values: bool | None) -> bool | None:
-    return False if False in values else None if None in values else True
+def _enter(script: Iterable[ShellCommand], walk: _Walk, certain: bool) -> Iterator[Call]:
+    """The calls of a script or function within this one."""
+    blocks = [] if certain else [_Block("call", None)]
+    inner = _Walk(walk.variables, blocks, walk.depth + 1, functions=walk.functions, called=walk.called)
+    if inner.depth <= _MAX_DEPTH:
+        yield from _walk(script, inner)
 
 
-def _or(one: bool | None, other: bool | None) -> bool | None:
-    return True if True in (one, other) else None if None in (one, other) else False
-
-
-def _not(value: bool | None) -> bool | None:
-    return None if value is None else not value
+def _define(command: ShellCommand, walk: _Walk) -> bool:
+    """Keeps a command of a function's body for the function's calls. Returns whether the command was one."""
+    words = [*command.words]
+    if not walk.defined:
+        header = words[1:2] if words[:1] == ["function"] else [word for word in words[:1] if _FUNCTION.fullmatch(word)]
+        if not header:
+            return False
+        walk.defined, words = header[0].removesuffix("()"), words[words.index(header[0]) + 1 :]
+        walk.functions[walk.defined], walk.braces = [], 0
+    walk.functions[walk.defined].append(replace(command, words=tuple(words)))
+    walk.braces += words.count("{") - words.count("}")
+    if "}" in words and walk.braces <= 0:
+        walk.defined = ""
+    return True
 
 
 def _command(command: ShellCommand, walk: _Walk) -> Iterator[Call]:
     words, blocks = list(command.words), walk.blocks
-    if blocks and blocks[-1].kind == "case" and (command.after == ")" or command.after == ";;") and _arm(command, words, walk):
-        return
-    while words and _keyword(words, walk):
+    while words and not _reads_pattern(words, blocks) and _keyword(words, walk):
         pass
-    outer = blocks[:-1] if blocks and blocks[-1].reads_condition else blocks
-    runs = _and(*(block.state for block in outer))
+    if _reads_pattern(words, blocks):
+        _pattern(command, words, walk)
+        return
+    negated = words[:1] == ["!"]
+    words = words[negated:]
+    in_condition = bool(blocks) and blocks[-1].reads_condition
+    runs = both(*(block.state for block in (blocks[:-1] if in_condition else blocks)))
     if command.before == "&&":
-        runs = _and(runs, walk.last)
+        runs = both(runs, walk.last)
     elif command.before == "||":
-        runs = _and(runs, _not(walk.last))
+        runs = both(runs, inverse(walk.last))
     if words and runs is not False:
-        result = _test(words, walk.variables)
-        if result is _NO_TEST:
+        result = tested(words, walk.variables)
+        if isinstance(result, NoTest):
             yield from _simple(words, command, walk, runs is True)
-            result = True
-        assert not isinstance(result, _NoTest)
-        walk.last = result if command.before not in ("&&", "||") else _chained(command.before, walk.last, result)
-        if blocks and blocks[-1].reads_condition:
-            blocks[-1].state = walk.last
+            result = None if in_condition else True  # elsewhere, a script is written for commands that succeed
+        result = inverse(result) if negated else result
+        walk.last = result if command.before not in ("&&", "||") else chained(command.before, walk.last, result)
+        if in_condition:
+            blocks[-1].state = inverse(walk.last) if blocks[-1].kind == "until" else walk.last
     if command.after == ";;" and blocks and blocks[-1].kind == "case":
-        blocks[-1].taken = _or(blocks[-1].taken, blocks[-1].state)
-        blocks[-1].state = False
+        blocks[-1].taken = either(blocks[-1].taken, blocks[-1].state)
+        blocks[-1].state, blocks[-1].reads_condition = False, True
 
 
-def _chained(sign: str, before: bool | None, result: bool | None) -> bool | None:
-    return _and(before, result) if sign == "&&" else _or(before, result)
+def _reads_pattern(words: list[str], blocks: list[_Block]) -> bool:
+    """Whether a pattern of a `case` is expected."""
+    return bool(blocks) and blocks[-1].kind == "case" and blocks[-1].reads_condition and words[:1] != ["esac"]
 
 
-def _arm(command: ShellCommand, words: list[str], walk: _Walk) -> bool:
-    """Reads a pattern of a `case`. Returns whether the command was one."""
+def _pattern(command: ShellCommand, words: list[str], walk: _Walk) -> None:
+    """Reads a pattern of a `case`, one of several between `|`."""
     block = walk.blocks[-1]
-    if words[:1] == ["esac"] or command.after != ")" or len(words) != 1:
-        return False
-    pattern = joined(words[0], walk.variables)
-    found = None if is_open(block.subject + pattern) else matches(block.subject, pattern)
-    block.state = _or(block.state, found) if command.before == "|" else _and(found, _not(block.taken))
-    return True
+    for word in words:
+        pattern = joined(word, walk.variables)
+        found = None if is_open(block.subject + pattern) else matches(block.subject, pattern)
+        block.state = either(block.state, both(found, inverse(block.taken)))
+    block.reads_condition = command.after != ")"
 
 
 def _keyword(words: list[str], walk: _Walk) -> bool:
     """Removes a keyword from the front of the words and follows it. Returns whether there was one."""
     word, blocks = words[0], walk.blocks
-    if word in ("{", "}", "!", "time", "do") or word.endswith("()"):
+    if word in ("{", "}", "time", "do"):
         del words[0]
         if word == "do" and blocks:
             blocks[-1].reads_condition = False
-        return word != "!" or bool(words)
-    if word == "function":
-        del words[:2]
         return True
     if word in _CONDITIONS:
         del words[0]
         if word == "elif" and blocks:
-            blocks[-1].taken = _or(blocks[-1].taken, blocks[-1].state)
+            blocks[-1].taken = either(blocks[-1].taken, blocks[-1].state)
             blocks[-1].reads_condition = True
         else:
             blocks.append(_Block(word, None, reads_condition=True))
@@ -139,72 +167,29 @@ def _keyword(words: list[str], walk: _Walk) -> bool:
     if word in ("then", "else") and blocks:
         del words[0]
         block = blocks[-1]
-        block.taken = _or(block.taken, block.state) if word == "else" else block.taken
-        block.state = _not(block.taken) if word == "else" else _and(block.state, _not(block.taken))
+        block.taken = either(block.taken, block.state) if word == "else" else block.taken
+        block.state = inverse(block.taken) if word == "else" else both(block.state, inverse(block.taken))
         block.reads_condition = False
         return True
     if word in ("fi", "done", "esac") and blocks:
         del words[0]
         blocks.pop()
         return True
-    if word in ("for", "case", "select"):
-        _open_block(words, walk)
+    if word == "case":
+        blocks.append(_Block("case", False, reads_condition=True, subject=joined(" ".join(words[1:2]), walk.variables)))
+        del words[:3]
+    elif word in ("for", "select"):
+        _loop(words, walk)
         words.clear()
     return False
 
 
-def _open_block(words: list[str], walk: _Walk) -> None:
-    if words[0] == "case":
-        walk.blocks.append(_Block("case", False, subject=joined(words[1], walk.variables) if len(words) > 1 else ""))
-        return
+def _loop(words: list[str], walk: _Walk) -> None:
     names = [field for word in words[3:] for field in fields(word, walk.variables)]
     single = len(names) == 1 and not is_open(names[0])
     if len(words) > 1 and words[1].isidentifier():
         walk.variables[words[1]] = names[0] if single else opened(f"${words[1]}")
     walk.blocks.append(_Block("for", True if names else None))
-
-
-class _NoTest:
-    pass
-
-
-_NO_TEST = _NoTest()
-
-
-def _test(words: list[str], variables: Variables) -> bool | _NoTest | None:
-    """The result of `[ ... ]`, `[[ ... ]]` and `test ...`. None: it is open."""
-    if words[0] in ("true", "false"):
-        return words[0] != "false"
-    if words[0] not in ("[", "[[", "test"):
-        return _NO_TEST
-    parts = words[1:-1] if words[0] != "test" else words[1:]
-    negated = parts[:1] == ["!"]
-    plain = {**variables, **dict.fromkeys("123456789", "")}  # a plain start has no arguments
-    values = [joined(part, plain) for part in parts[negated:]]
-    result: bool | None = None
-    if any(is_open(value) for value in values):
-        result = None
-    elif len(values) == 2 and values[0] in ("-z", "-n"):
-        result = (values[1] == "") == (values[0] == "-z")
-    elif len(values) == 3 and values[1] in ("=", "==", "!="):
-        equal = matches(values[0], values[2]) if words[0] == "[[" else values[0] == values[2]
-        result = equal == (values[1] != "!=")
-    elif len(values) == 3 and values[1] in _COMPARISONS and all(re.fullmatch(r"-?\d+", values[place]) for place in (0, 2)):
-        difference = int(values[0]) - int(values[2])
-        result = _COMPARISONS[values[1]](difference)
-    elif len(values) == 1:
-        result = values[0] != ""
-    return _not(result) if negated else result
-
-
-_COMPARISONS = {
-    "-eq": lambda difference: difference == 0,
-    "-ne": lambda difference: difference != 0,
-    "-lt": lambda difference: difference < 0,
-    "-le": lambda difference: difference <= 0,
-    "-gt": lambda difference: difference > 0,
-    "-ge": lambda difference: difference >= 0,
-}
 
 
 def _simple(words: list[str], command: ShellCommand, walk: _Walk, certain: bool) -> Iterator[Call]:
@@ -226,6 +211,12 @@ def _simple(words: list[str], command: ShellCommand, walk: _Walk, certain: bool)
     if words[0] in ("read", "mapfile", "readarray"):
         _read(words, command, variables, certain)
         return
+    if words[0] == "shift" and isinstance(given := variables.get("@"), list):
+        for name in _UNKNOWN:
+            variables.pop(name, None)
+        plain = certain and len(words) == 1
+        variables.update(_arguments(given[1:]) if plain else _UNKNOWN)
+        return
     if words[0] == "unset":
         for name in words[1:]:
             variables.pop(name, None)
@@ -233,14 +224,30 @@ def _simple(words: list[str], command: ShellCommand, walk: _Walk, certain: bool)
     while _ASSIGNMENT.fullmatch(words[0]):  # an environment of this command alone
         del words[0]
     found = [each for word in words for each in fields(word, variables)]
+    if found and found[0] in walk.functions:
+        yield from _call(found, walk, certain)
+        return
     inner = _inner(found)
     if inner is None and command.document is not None and _SHELLS & set(found):
         inner = command.document if command.literal else document(command.document, variables)
-    if inner is None:
-        yield Call(tuple(found), certain)
-    elif walk.depth < _MAX_DEPTH:
-        deeper = _Walk(variables, depth=walk.depth + 1)
-        yield from (Call(call.words, call.certain and certain) for call in _walk(inner, deeper))
+    yield from [Call(tuple(found), certain)] if inner is None else _enter(commands(inner), walk, certain)
+
+
+def _call(words: list[str], walk: _Walk, certain: bool) -> Iterator[Call]:
+    """The calls of a function of the script with these arguments."""
+    walk.called[words[0]] += 1
+    if walk.called[words[0]] > _MOST_CALLS:
+        return
+    outer = {name: walk.variables.pop(name) for name in _UNKNOWN if name in walk.variables}
+    walk.variables.update(_arguments(words[1:]))
+    yield from _enter(walk.functions[words[0]], walk, certain)
+    for name in _UNKNOWN:
+        walk.variables.pop(name, None)
+    walk.variables.update(outer)
+
+
+def _arguments(words: list[str]) -> dict[str, str | list[str]]:
+    return {"@": words, "#": str(len(words)), **{str(place): word for place, word in enumerate(words[:9], 1)}}
 
 
 def _inner(words: list[str]) -> str | None:

@@ -109,8 +109,11 @@ class _Lexer:
             self.place = len(text) if (end := text.find("\n", place)) < 0 else end
         elif text[place] == "(" and not self.redirects and (_ARRAY.fullmatch(self.word) or text.startswith("((", place)):
             self._take(_balanced(text, place + 1, ")"))
-        elif text.startswith("()", place) and self.word:
+        elif text.startswith("()", place) and (self.word or self.words):
+            self.word = self.word or self.words.pop()  # of `name ()`
             self._take(place + 2)
+        elif text[place] in "&|()<>" and "[[" in self.words and "]]" not in (*self.words, self.word):
+            self._take(place + 1)
         elif text[place] in "<>" or text.startswith("&>", place):
             self._redirect()
         else:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, MutableMapping
 from polyreme.import_config.reading.shell_lexer import commands, skip
 
 Variables = MutableMapping[str, str | list[str]]
+_NO_ARGUMENTS: dict[str, str | list[str]] = {"#": "0", "@": []}
 _START, _END = "\ue000", "\ue001"
 _OPEN = re.compile(f"{_START}[^{_END}]*{_END}")
 _SPACES = re.compile(f"[ \t\n]+(?![^{_START}{_END}]*{_END})")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _OPERATION = re.compile(r"(:?[-=+?]|//?|%%?|##?|\^\^?|,,?|:)(.*)", re.DOTALL)
+_PART = re.compile(r"\s*(\d+)(?::\s*(\d+))?")
 _ARITHMETIC: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -126,17 +128,17 @@ def _expansion(text: str, place: int, end: int, variables: Variables) -> tuple[i
 
 def _value(name: str, index: str | None, source: str, variables: Variables) -> list[str]:
     """The value of a variable; of an array, that of the index, or all with `@`."""
-    if name in "@*":  # the words behind the script's name, of which none are known
-        return []
-    value = "0" if name == "#" else variables.get(name)
+    if name in "@*":  # the arguments of a function; those of the script are not known
+        name, index = "@", "@"
+    value = variables.get(name, _NO_ARGUMENTS.get(name))
     if value is None:
         return [opened(source)]
     if isinstance(value, str):
         return [value]
     if index in ("@", "*"):
         return value
-    place = int(index) if index and index.isdigit() else 0
-    return [value[place]] if place < len(value) else [opened(source)]
+    place = arithmetic(index or "0", variables)
+    return [value[int(place)]] if place is not None and -len(value) <= int(place) < len(value) else [opened(source)]
 
 
 def _parameter(source: str, variables: Variables) -> list[str]:
@@ -145,8 +147,6 @@ def _parameter(source: str, variables: Variables) -> list[str]:
     if match is None:
         return [opened(source)]
     prefix, name, index, rest = match.groups()
-    if prefix == "" and (name.isdigit() or name in "@*") and rest.startswith(":") and rest[1:2] not in "-=+?":
-        return []  # a part of the words behind the script's name
     values = _value(name, index, source, variables)
     unset = variables.get(name) is None and name not in "@*#"
     if prefix == "!" or (prefix == "#" and unset):
@@ -160,6 +160,12 @@ def _parameter(source: str, variables: Variables) -> list[str]:
     if sign.strip(":") in ("-", "=", "+", "?"):
         return _default(sign, name, word, values, unset, variables)
     pattern = joined(word, variables)
+    if sign == ":" and (index or name) in ("@", "*"):
+        bounds = _PART.fullmatch(pattern)
+        if bounds is None:
+            return [opened(source)]
+        rest = values[max(0, int(bounds[1]) - (name in "@*")) :]  # the first argument has the number 1
+        return rest[: int(bounds[2])] if bounds[2] else rest
     return [opened(source) if is_open(value + pattern) else _changed(value, sign, pattern, source) for value in values]
 
 
@@ -179,23 +185,22 @@ def _default(sign: str, name: str, word: str, values: list[str], unset: bool, va
 def _changed(value: str, sign: str, pattern: str, source: str) -> str:
     if sign in ("^^", ",,"):
         return value.upper() if sign == "^^" else value.lower()
-    if sign in ("/", "//"):
+    if sign == "//" or (sign == "/" and not pattern.startswith(("#", "%"))):
         old, _, new = pattern.partition("/")
-        return re.sub(_glob(old, greedy=True), lambda _: new, value, count=int(sign == "/"))
+        return re.sub(_glob(old), lambda _: new, value, count=int(sign == "/"))
     if sign in ("%", "%%"):
         places = range(len(value), -1, -1) if sign == "%" else range(len(value) + 1)
         return next((value[:place] for place in places if re.fullmatch(_glob(pattern), value[place:], re.DOTALL)), value)
     if sign in ("#", "##"):
         ends = range(len(value) + 1) if sign == "#" else range(len(value), -1, -1)
         return next((value[place:] for place in ends if re.fullmatch(_glob(pattern), value[:place], re.DOTALL)), value)
-    if sign == ":" and (bounds := re.fullmatch(r"\s*(\d+)(?::(\d+))?", pattern)):
+    if sign == ":" and (bounds := _PART.fullmatch(pattern)):
         return value[int(bounds[1]) :][: int(bounds[2]) if bounds[2] else None]
     return opened(source)
 
 
-def _glob(pattern: str, greedy: bool = True) -> str:
-    many = "[\\s\\S]*" if greedy else "[\\s\\S]*?"
-    return "".join(many if sign == "*" else "[\\s\\S]" if sign == "?" else re.escape(sign) for sign in pattern)
+def _glob(pattern: str) -> str:
+    return "".join({"*": "[\\s\\S]*", "?": "[\\s\\S]"}.get(sign, re.escape(sign)) for sign in pattern)
 
 
 def matches(value: str, pattern: str) -> bool:

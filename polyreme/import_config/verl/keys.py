@@ -9,6 +9,7 @@ from polyreme.import_config.verl.actor_keys import (
     ACTORS,
     DATA,
     GAE,
+    MODEL,
     MODELS,
     NO_CRITIC,
     REF,
@@ -52,7 +53,7 @@ def _fitting(key: str) -> Convert:
     """The fate of a critic's key that must agree with the actor's `key`."""
 
     def convert(value: object, values: Values) -> object:
-        same = value is None or value == values.get(key)
+        same = value is None or (value or None) == (values.get(key) or None)
         return (
             Off(f"as {key}, or no critic") if same or without_critic(values) else Lost(f"the critic has the actor's {key} here")
         )
@@ -126,7 +127,8 @@ CRITICS = (
     Rule("critic.ppo_mini_batch_size", "algorithm.minibatches", "", _fitting(f"{ACTOR}.ppo_mini_batch_size")),
     Rule("critic.ppo_epochs", "algorithm.epochs", "", _fitting(f"{ACTOR}.ppo_epochs")),
     Rule("critic.loss_agg_mode", "algorithm.aggregation", "", _fitting(f"{ACTOR}.loss_agg_mode")),
-    *lost("adapters are those of trainer.lora, for both models", "critic.model.lora_rank", unless=(None, 0), off=without_critic),
+    Rule("critic.model.lora_rank", "trainer.lora", "", _fitting(f"{MODEL}.lora_rank")),
+    Rule("critic.model.lora.rank", "trainer.lora", "", _fitting(f"{MODEL}.lora.rank")),
     *lost("the critic is as its config.json says", "critic.model.override_config.*", unless=(None, False, 0), off=without_critic),
     *idle("the critic shares the actor's ranks, micro-batches and memory, or there is none", "critic.enable", "critic.strategy",
           "critic.megatron.*", "critic.fsdp.*", "critic.model.*", "critic.ppo_micro_batch_size*", "critic.ppo_max_token_len_per_gpu",

@@ -41,6 +41,8 @@ DEFAULTS = {
     f"{ROLLOUT}.tensor_model_parallel_size": 2,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
+    "critic.model.lora_rank": 0,
+    "critic.model.lora.rank": 0,
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,

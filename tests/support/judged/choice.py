@@ -97,4 +97,8 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     ("The answer is A because B and C are wrong", "A", 1.0, "the reason names no answer"),
     ("Final answer: none", "A", 0.0, "no choice"),
     ("Answer: B or C", "B", 0.0, "two choices"),
+    ("Answer: B; C", "B", 0.0, "two choices"),
+    ("Answer: B+C", "B", 0.0, "two choices"),
+    ("I would go with B.", "B", 1.0, "said of a choice"),
+    ("My choice: B", "B", 1.0, "a word for answer"),
 ]

@@ -135,6 +135,12 @@ def test_defaults_of_sampling_are_reported() -> None:
     assert "default" in found.lost[0].note
 
 
+def test_a_penalty_of_sampling_is_lost_unless_it_is_neutral() -> None:
+    penalties = {"top_k": -1, "repetition_penalty": 1, "presence_penalty": 1, "frequency_penalty": 0}
+    found, _ = import_text(text(generate_config={"sampling_config": penalties}))
+    assert lost_keys(found) == ["generate_config.sampling_config.presence_penalty"]
+
+
 def test_every_verifier_is_a_reward_or_a_file_to_be_written() -> None:
     found, run = import_text(
         text(rl_config={"verifier_function": ["acc", "strict_format", "step"], "verifier_weight": [1.0, 0.5, 0.2]})

@@ -271,6 +271,12 @@ def test_several_data_sets_have_their_probabilities() -> None:
     assert imported({"prompt_data": "a/x,b/y"})[0].values["data.train"] == ["a/x", "b/y"]
 
 
+def test_a_directory_of_a_data_set_is_to_be_decided() -> None:
+    found, _ = imported({"prompt_data": "a/x@math, b/y", "eval_dataset": "c/z,d/w"})
+    assert (found.values["data.train"], found.values["data.eval"]) == (["a/x", "b/y"], ["c/z", "d/w"])
+    assert "behind @" in found.comments["data.train"]
+
+
 def test_asynchronous_training_is_as_stale_as_its_queue() -> None:
     _, run = imported({"async_train": True, "async_queue_size": 2, "colocate_all_models": True})
     assert (run.max_staleness, run.placement) == (2, "separate")

@@ -37,6 +37,24 @@ def test_a_published_file_is_recognised_and_loads(file: Path) -> None:
     assert "unknown to this importer" not in text
 
 
+@pytest.mark.parametrize(
+    ("program", "is_said"),
+    [
+        ("recipe.flowrl.main_flowrl", True),
+        ("openrlhf.cli.train_ppo_ray_of_ours", False),
+        ("recipe.dapo.main_dapo", False),
+        ("verl.trainer.main_ppo", False),
+        ("verl/trainer/main_ppo.py", False),
+    ],
+)
+def test_the_trainer_of_a_recipe_is_said_first(program: str, is_said: bool, tmp_path: Path) -> None:
+    start = program if program.endswith(".py") else f"-m {program}"
+    options = "--pretrain m --prompt_data d" if "openrlhf" in program else "algorithm.adv_estimator=grpo data.max_prompt_length=8"
+    (tmp_path / "run.sh").write_text(f"python3 {start} {options}")
+    first = next(iter(import_file(tmp_path / "run.sh")[1].lost), None)
+    assert (first is not None and first.key == program) == is_said
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_every_key_is_in_the_text(file: Path) -> None:
     """As the origin of one of our keys, or in one of the lists at the end; written as the file or as the system's newer names."""

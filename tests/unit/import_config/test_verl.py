@@ -351,6 +351,8 @@ def test_a_key_is_lost_only_where_its_value_changes_training(key: str, harmless:
 
 def test_critic_keys_without_a_critic_change_nothing() -> None:
     assert lost({"critic.optim.optimizer": "SGD", "critic.ppo_epochs": 4, "critic.model.lora_rank": 8}) == []
+    adapted = {"algorithm.adv_estimator": "gae", "actor_rollout_ref.model.lora_rank": 8}
+    assert lost(adapted) == ["critic.model.lora_rank"] and lost({**adapted, "critic.model.lora_rank": 8}) == []
     assert lost({"algorithm.adv_estimator": "gae", "critic.optim.optimizer": "SGD", "critic.ppo_epochs": 4}) == [
         "critic.optim.optimizer",
         "critic.ppo_epochs",

@@ -23,7 +23,7 @@ _ANSWER = (
     r"|\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|\u0909\u0924\u094d\u0924\u0930|\u091c\u0935\u093e\u092c|[Cc]evap|[Ss]varet|[Rr][\u0103a]spunsul|[Oo]dpov\u011b\u010f|[Oo]dpove\u010f|[Vv]astaus|[Vv]\u00e1lasz|[Oo]dgovor|\u0391\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u03b1\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u0e04\u0e33\u0e15\u0e2d\u0e1a|\u05ea\u05e9\u05d5\u05d1\u05d4|\u067e\u0627\u0633\u062e|\u062c\u0648\u0627\u0628|\u0989\u09a4\u09cd\u09a4\u09b0|\u0baa\u0ba4\u0bbf\u0bb2\u0bcd|\b[Aa]ns(?=[.:]|\s+is\b)|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
 )
 _PICK = (
-    r"(?:[Oo]ption|[Cc]hoice)\s+is\b|\b[Cc]orrect(?:\s+(?:option|choice|letter))?(?=\W{0,3}:|\s+is\b)|[Cc]hoose\b|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7|\u9078\u629e\u80a2?|\u9009\u9879|\u9078\u9805|\u9009|\u9078|\u6b63[\u786e\u78ba]\u7684?\u662f"
+    r"(?:[Oo]ption|[Cc]hoice)\s+is\b|\b[Cc]orrect(?:\s+(?:option|choice|letter))?(?=\W{0,3}:|\s+is\b)|[Cc]hoose\b|[Gg]o(?:ing)?\s+with\b|(?:[Mm]y|[Ff]inal)\s+choice\s*:|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7|\u9078\u629e\u80a2?|\u9009\u9879|\u9078\u9805|\u9009|\u9078|\u6b63[\u786e\u78ba]\u7684?\u662f"
     r"|\uc120\ud0dd|[\u0412\u0432]\u044b\u0431\u0438\u0440\u0430\u044e|(?:[Rr]ichtig|[Kk]orrekt)\s+ist\b|[\u041f\u043f]\u0440\u0430\u0432\u0438\u043b\u044c\u043d\w+\s+\u0432\u0430\u0440\u0438\u0430\u043d\u0442"
     r"|[Bb]onne\s+option\s+est\b|[Ll]a\s+(?:opci\u00f3n|correcta)\s+(?:correcta\s+)?es\b|[Oo]pci\u00f3n\s+correcta\b"
 )
@@ -48,7 +48,7 @@ _DENIED = re.compile(
 )
 _REFUSED = re.compile(r"(?:\bnot|n't|\bnever|\bnicht|\u4e0d)\s*$")  # I would not choose B
 _ANOTHER = re.compile(
-    rf"\W{{0,3}}\s*(?:,|/|&|\band\b|\bor\b|\bund\b|\boder\b|\bet\b|\bou\b|\by\b|\bo\b|\u548c|\u6216\u8005?|\u4e0e|\u53ca|\u3068|\u307e\u305f\u306f|\uacfc|\uc640|\u0438(?:\u043b\u0438)?)\s*\W?([A-Z]){_ENDS}(?!'|\s+[a-z])"
+    rf"\W{{0,3}}\s*(?:[,;/&|+]|\band\b|\bor\b|\bund\b|\boder\b|\bet\b|\bou\b|\by\b|\bo\b|\u548c|\u6216\u8005?|\u4e0e|\u53ca|\u3068|\u307e\u305f\u306f|\uacfc|\uc640|\u0438(?:\u043b\u0438)?)\s*\W?([A-Z]){_ENDS}(?!'|\s+[a-z])"
 )
 _BEFORE = re.compile(
     rf"{_APART}([A-Z])\W{{0,3}}(?:\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b|\s+ist\s+(?:die\s+)?(?:richtig|korrekt)"

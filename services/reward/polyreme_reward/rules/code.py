@@ -38,7 +38,7 @@ def code(
 
     - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
     - With "fn_name" in addition, inputs are lists of arguments and outputs are the values that the function (or the method of
-      `Solution`) must return. Floats are compared to six digits. The names that LeetCode's editor imports are available (typing,
+      `Solution`) must return. If each output is a list of one value, as in APPS, that value counts, too. Floats are compared to six digits. The names that LeetCode's editor imports are available (typing,
       collections, math and others).
     - A list of strings, such as "assert f(1) == 2", is executed after the program, one string at a time.
 
@@ -99,7 +99,11 @@ def _tests(item: Item) -> Sequence[Test]:
             if name is None and all(isinstance(text, str) for text in [*inputs, *outputs]):
                 return [_script(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
             if isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs):
-                return [_call(name, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+                wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs)
+                return [
+                    _call(name, given, [wanted, *wanted] if wrapped else [wanted])
+                    for given, wanted in zip(inputs, outputs, strict=True)
+                ]
     raise RewardError(f"expected tests with equally many inputs and outputs, or a list of assertions; found {str(found)[:200]}")
 
 
@@ -114,13 +118,14 @@ def _script(given: str, wanted: str) -> Test:
     return passes
 
 
-def _call(name: str, arguments: list[object], wanted: object) -> Test:
+def _call(name: str, arguments: list[object], wanted: list[object]) -> Test:
+    """A test of a function, which returns one of the values `wanted`."""
     given = json.dumps(arguments)
 
     def passes(program: str, mode: Mode, limits: Limits) -> bool:
         ended = run(mode, {"kind": "call", "program": program, "name": name, "arguments": given}, "", limits)
         try:
-            return ended.well and _equal(json.loads(ended.result), wanted)
+            return ended.well and any(_equal(json.loads(ended.result), each) for each in wanted)
         except (ValueError, RecursionError, OverflowError):  # no result, invalid JSON, or an integer that no float holds
             return False
 

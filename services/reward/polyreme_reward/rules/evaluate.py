@@ -299,8 +299,8 @@ _BY_KIND: Mapping[type[sympy.Basic], Callable[[Valuation, sympy.Basic], Value]] 
     sympy.Symbol: Valuation.variable,
     sympy.Add: Valuation.sum,
     sympy.Mul: Valuation.product,
+    sympy.Pow: Valuation.power,  # before exp, since sympy counts E**x among its instances
     sympy.exp: lambda point, expr: _exp(inexact(point.value(expr.args[0]))),
-    sympy.Pow: Valuation.power,
     sympy.UnevaluatedExpr: lambda point, expr: point.value(expr.args[0]),
     type(sympy.pi): lambda point, expr: +mpmath.pi,
     type(sympy.E): lambda point, expr: +mpmath.e,

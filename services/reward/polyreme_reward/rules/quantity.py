@@ -52,7 +52,7 @@ _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"
 )
 _REPEATING = re.compile(
-    r"([+-]?)\s*(\d{1,100}\.\d{0,100})(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,100})\s*\}|(\d))|\((\d{1,100})\)"
+    r"([+-]?)\s*(\d{0,100}\.\d{0,100})(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,100})\s*\}|(\d))|\((\d{1,100})\)"
     r"|\\dot\s*(?:\{\s*(\d)\s*\}|(\d))(\d{0,100})\\dot\s*(?:\{\s*(\d)\s*\}|(\d)))"
 )
 _CONTINUED = re.compile(
@@ -204,7 +204,7 @@ def _repeating(text: str) -> Fraction | None:
     else:
         return None
     period = "".join(cycle)
-    exact = Fraction(digits) + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2]))
+    exact = Fraction(f"0{digits}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2]))
     return -exact if sign == "-" else exact
 
 

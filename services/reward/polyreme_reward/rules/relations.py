@@ -163,8 +163,11 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
             return False
         return _equal(gold.value, answer.value)
     for one, other in ((gold, answer), (answer, gold)):
-        if isinstance(one, Named) and isinstance(other, Equation | Several):
-            return isinstance(other, Equation) and _proportional(one, other)
+        if isinstance(one, Named) and isinstance(other, Several):
+            values = _indexed(other, one.name)
+            return isinstance(one.value, sympy.FiniteSet) and values is not None and _match(_members(one.value), values)
+        if isinstance(one, Named) and isinstance(other, Equation):
+            return _proportional(one, other)
         if isinstance(one, Named):
             return _equal(one.value, other) if one is gold else _equal(other, one.value)
     if isinstance(gold, Equation) or isinstance(answer, Equation):
@@ -180,6 +183,12 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
     if isinstance(gold, Inequality | Several) or isinstance(answer, Inequality | Several):
         return _same_solutions(gold, answer)
     return _same_objects(gold, answer)
+
+
+def _indexed(found: Several, name: sympy.Basic) -> Sequence[sympy.Basic] | None:
+    """The values of one unknown that have its indices as names, x_1 = 1 and x_2 = 2; None: they are others."""
+    values = [part.value for part in found.parts if isinstance(part, Named) and str(part.name).startswith(f"{name}_")]
+    return values if len(values) == len(found.parts) else None
 
 
 def _other_symbols(left: sympy.Basic, right: sympy.Basic) -> bool:

@@ -93,6 +93,25 @@ COMMAND = "python3 -m verl.trainer.main_ppo a.b="
         ("ray job submit -- bash -c '@33'", 33),
         ('[[ "a-7b-c" == *"7b"* ]] && Y=34\n@$Y', 34),
         ('X=${MODEL:-"a/b"}\n@$X', "a/b"),
+        ("X=(1 35 3) I=1\n@${X[$I]}", 35),
+        ("X=(1 2 36) I=1\n@${X[I + 1]}", 36),
+        ("X=(1 2 37)\n@${X[-1]}", 37),
+        ("X=(1)\nX=()\nX+=(38)\n@${X[@]}", 38),
+        ("K=s\ncase $K in s|t) Y=39 ;; *) Y=3 ;; esac\n@$Y", 39),
+        ("K=s\ncase $K in\n s|t)\n  Y=40 ;;\n *) Y=3 ;;\nesac\n@$Y", 40),
+        ("K=s\ncase $K in (s) Y=41;; (*) Y=3;; esac\n@$Y", 41),
+        ("K=a J=c\nif [[ $K == a && $J == b ]]; then Y=1; else Y=42; fi\n@$Y", 42),
+        ("K=a J=\nif [[ -n $J || ( $K == b ) ]]; then Y=1; fi\n@43", 43),
+        ("K=a J=\nif [[ -n $J || $K == a ]]; then Y=44; else Y=1; fi\n@$Y", 44),
+        ("K=a\nif ! [ $K = b ]; then Y=45; else Y=1; fi\n@$Y", 45),
+        ("K=1\nuntil [ $K = 1 ]; do Y=1; done\n@${Y:-46}", 46),
+        ("f() {\n Y=$1\n}\ng() { Y=2; }\nf 47\n@$Y", 47),
+        ("f ()\n{\n Y=${2:-48}; if [ $# = 1 ]; then shift; fi\n}\nf 1\n@$Y", 48),
+        ('f() {\n @"$@"\n}\nf 49', 49),
+        ('function f {\n shift\n @"$1"\n}\nf 1 50', 50),
+        ('f() {\n @"${@:2}"\n}\nf 1 51', 51),
+        ("X=(1 2 52 4)\n@${X[@]:2:1}", 52),
+        ("@53 ${@:2}", 53),
     ],
 )
 def test_values_of_a_script(script: str, value: Any, tmp_path: Path) -> None:
@@ -120,6 +139,15 @@ def test_values_of_a_script(script: str, value: Any, tmp_path: Path) -> None:
         ("@\"['$a']\"", "['$a']"),
         ("X=a\n@${X@Q}", "${X@Q}"),
         ("X=a\n@${!X}", "${!X}"),
+        ("X=(1 2)\n@${X[$I]}", "${X[$I]}"),
+        ("declare -A X=([a]=1 [b]=2)\n@${X[a]}", "${X[a]}"),
+        ("X=a.b\n@${X/%b/c}", "${X/%b/c}"),
+        ("X=1\nif nvidia-smi | grep -q H100; then X=2; fi\n@$X", "$X"),
+        ("X=1\nif (( N > 4 )); then X=2; fi\n@$X", "$X"),
+        ("X=1 K=ab\nif [[ $K =~ ^(a|b) ]]; then X=2; fi\n@$X", "$X"),
+        ("X=1 K=a\nif [[ -z $K || -f x ]]; then X=2; fi\n@$X", "$X"),
+        ("X=1\nf() { X=2; }\n[ -n $MODE ] && f\n@$X", "$X"),
+        ("f() {\n @${1:-1}\n}\nexport -f f\nparallel f ::: 1 2", "$1"),
     ],
 )
 def test_what_a_script_leaves_open_is_not_a_value(script: str, text: str, tmp_path: Path) -> None:
@@ -187,6 +215,8 @@ def test_the_training_command_is_chosen_among_several(tmp_path: Path) -> None:
     assert found.values == {"a.b": 1} and not found.notes
     found = read(f"{COMMAND}1\n{COMMAND}2\n", tmp_path)
     assert found.values == {"a.b": 1} and "2 training commands" in found.notes[0][1]
+    debug = f'[ "$DEBUG" = 1 ] && {COMMAND}3\nprintf "%s" {COMMAND}4\n{COMMAND}1'
+    assert read(debug, tmp_path).values == {"a.b": 1}
 
 
 @pytest.mark.parametrize(
@@ -212,6 +242,9 @@ def test_what_is_said_about_a_script(tmp_path: Path) -> None:
         ("accelerate launch --config_file z.yaml --num_processes=7", 7),
         ("torchrun --nproc_per_node 4 --nnodes 2", 8),
         ("deepspeed --num_gpus 2", 2),
+        ("accelerate launch --num-processes 3", 3),
+        ("torchrun --nproc_per_node 4 --nnodes $NNODES", None),
+        ("torchrun --nproc_per_node 4 --nnodes 1:4", None),
         ("python", None),
     ],
 )
@@ -254,7 +287,8 @@ def test_processes_in_the_configuration_of_accelerate(tmp_path: Path) -> None:
     assert read("accelerate launch --config_file zero3.yaml grpo.py --beta 0.2", tmp_path).values["num_processes"] == 6
     found = read("accelerate launch --config_file zero3.yaml --num_processes 5 grpo.py --beta 0.2", tmp_path)
     assert found.values["num_processes"] == 5
-    assert "num_processes" not in read("accelerate launch --config_file none.yaml grpo.py --beta 0.2", tmp_path).values
+    for options in ("none.yaml", "zero3.yaml --num_processes $N"):
+        assert "num_processes" not in read(f"accelerate launch --config_file {options} grpo.py --beta 0.2", tmp_path).values
 
 
 @pytest.mark.parametrize(
