@@ -94,7 +94,7 @@ class Algorithm:
         return Advantages(
             advantages=advantages.astype(np.float32),
             returns=None if returns is None else returns.astype(np.float32),
-            weight=shaping.keep_tokens(dropped, batch.offsets),
+            weight=(~dropped[batch.sequence_of]).astype(np.float32),
             metrics=summary(batch, rewards, advantages, returns, dropped, kl, coef),
             state=AlgorithmState(kl_coef=self._next_coef(batch, kl, coef), scores=moments),
         )
@@ -150,19 +150,21 @@ class Algorithm:
             total = total - recipe.entropy_coef * required(inputs.entropy, "entropy")
         return (inputs.weight * total).sum(), metrics
 
-    def critic_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The critic's loss over a micro-batch and its metrics, as in `loss`; `inputs.weight` has the critic's coefficients.
+    def critic_loss(self, new: Tensor, values: Tensor, returns: Tensor, weight: Tensor) -> tuple[Tensor, Metrics]:
+        """The critic's loss over the t trained tokens of a micro-batch and its metrics, as in `loss`.
+
+        Args:
+            new, values, returns: [t], see `value_loss`. `new` carries the gradient.
+            weight: [t], the critic's coefficients.
 
         Raises:
             ValueError: the recipe has no critic.
         """
         if not isinstance(self.recipe.advantage, Gae):
             raise ValueError(f"expected a recipe with a critic; found {self.recipe.advantage.kind}, which has no critic")
-        new, old = required(inputs.new_values, "new_values"), required(inputs.values, "values")
-        returns = required(inputs.returns, "returns")
-        result = value_loss(new, old, returns, self.recipe.advantage.value_clip)
-        metrics = {"value_loss": mean_of(result.loss, inputs.weight)}
-        return (inputs.weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
+        result = value_loss(new, values, returns, self.recipe.advantage.value_clip)
+        metrics = {"value_loss": mean_of(result.loss, weight)}
+        return (weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
 
     def _kl_in_reward(self, kl: Kl, batch: TokenBatch) -> Float64:
         """The estimate at each token, float64 [t], 0 where masked."""

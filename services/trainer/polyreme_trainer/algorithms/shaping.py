@@ -6,7 +6,7 @@ Invariant: for a sequence with trained tokens, the token rewards sum to its shap
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_of, sequence_sums
+from polyreme_trainer.algorithms.batch import Float32, Float64, Int64, last_trained, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 
@@ -94,8 +94,3 @@ def distillation_advantages(teacher: Float32, student: Float32, mask: Float32, c
     advantages, trained = np.zeros(len(mask)), mask > 0
     advantages[trained] = coef * (teacher[trained].astype(np.float64) - student[trained])
     return advantages
-
-
-def keep_tokens(dropped: Bool, offsets: Int64) -> Float32:
-    """float32 [t], 0 for the tokens of the sequences that are dropped (bool [n]), else 1."""
-    return (~dropped[sequence_of(offsets)]).astype(np.float32)

@@ -87,8 +87,3 @@ def test_distillation_is_the_difference_of_log_probabilities() -> None:
 def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
     batch = token_batch(0)
     assert (shaping.distillation_advantages(batch.behaviour, batch.behaviour, batch.mask, 1.0) == 0).all()
-
-
-def test_tokens_of_dropped_sequences_have_no_weight() -> None:
-    found = shaping.keep_tokens(np.array([False, True, False]), np.array([0, 2, 4, 5]))
-    assert found.tolist() == [1, 1, 0, 0, 1]
