@@ -3,7 +3,7 @@
 Invariant: these are pure functions of their arguments. Everything that outlives an iteration is in the state that `advantages` returns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -56,11 +56,13 @@ class Algorithm:
 
     Args:
         recipe: a checked recipe.
-        longest: the largest number of tokens that the policy may sample in an episode; of a single turn, in a response.
+        longest: the largest number of tokens that the policy may sample in a trajectory; of a single turn, in a response.
+        most: the same in an episode, whose trajectories may be several; None: `longest`.
     """
 
     recipe: Recipe
     longest: int
+    most: int | None = field(default=None, kw_only=True)
 
     @property
     def needs(self) -> Needs:
@@ -80,7 +82,8 @@ class Algorithm:
     def advantages(self, batch: TokenBatch, state: AlgorithmState = INITIAL) -> Advantages:
         """The advantages of a whole iteration. Raises ValueError when the batch lacks an input that the recipe needs."""
         recipe = self.recipe
-        scores, moments = shaped_scores(recipe.shaping, batch, self.longest, state.scores)
+        longest = np.minimum(self.longest * (1 if batch.trajectories is None else batch.trajectories), self.most or self.longest)
+        scores, moments = shaped_scores(recipe.shaping, batch, longest, state.scores)
         kl, coef = None, state.kl_coef
         if recipe.kl is not None and recipe.kl.place == "reward":
             kl, coef = self._kl_in_reward(recipe.kl, batch), coef if recipe.kl.adaptive and coef is not None else recipe.kl.coef

@@ -48,6 +48,7 @@ class TokenBatch:
             belongs to the last trained token.
         turn: int64 [t], the number of the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
         ids: int64 [t], the predicted tokens.
+        trajectories: int64 [n], the number of trajectories of each episode. None: every episode has one.
         parts: float64 [n, k], the named components of the reward, unweighted.
         part_names: k names.
         part_weights: k weights.
@@ -69,6 +70,7 @@ class TokenBatch:
     token_rewards: Float32 | None = None
     turn: Int64 | None = None
     ids: Int64 | None = None
+    trajectories: Int64 | None = None
     parts: Float64 | None = None
     part_names: tuple[str, ...] = ()
     part_weights: tuple[float, ...] = ()
@@ -76,7 +78,7 @@ class TokenBatch:
     def __post_init__(self) -> None:
         n, t = len(self), self.tokens
         per_token = ("mask", "behaviour", "version", "old", "reference", "teacher", "values", "token_rewards", "turn", "ids")
-        per_sequence = ("group", "score", "truncated", "greedy", "final_values")
+        per_sequence = ("group", "score", "truncated", "greedy", "final_values", "trajectories")
         for names, length in ((per_token, t), (per_sequence, n)):
             for name in names:
                 array = getattr(self, name)

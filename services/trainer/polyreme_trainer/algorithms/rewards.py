@@ -7,7 +7,7 @@ import numpy as np
 
 from polyreme.config.recipes.recipe import Shaping
 from polyreme_trainer.algorithms import shaping
-from polyreme_trainer.algorithms.batch import Float64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.batch import Float64, Int64, TokenBatch, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 T = TypeVar("T")
@@ -30,13 +30,13 @@ class Rewards:
     totals: Float64
 
 
-def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moments) -> tuple[Float64, Moments]:
+def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: Int64, seen: Moments) -> tuple[Float64, Moments]:
     """Scores float64 [n] after every step of the recipe, and the moments of the scores so far.
 
     Args:
         recipe: the shaping steps.
         batch: the batch; it has `ids` when repetition is penalised.
-        longest: the largest number of tokens that the policy may sample in an episode.
+        longest: int64 [n] or [], the largest number of tokens that the policy may sample in an episode.
         seen: the moments before this batch. Greedy samples do not update them.
     """
     scores = batch.score
@@ -46,7 +46,7 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
     if recipe.clip is not None:
         scores = np.clip(scores, *recipe.clip)
     if recipe.overlong is not None:
-        buffer = max(1, round(recipe.overlong.buffer * longest))
+        buffer = np.maximum(1, np.round(recipe.overlong.buffer * longest))
         scores = scores + shaping.overlong_penalty(batch.lengths, longest, buffer, recipe.overlong.factor)
     scores = scores - recipe.truncation_penalty * batch.truncated
     if recipe.repetition is not None:

@@ -18,7 +18,7 @@ def normalise(scores: Float64, moments: Moments) -> Float64:
     return (scores - moments.mean) / moments.std
 
 
-def overlong_penalty(lengths: Int64, longest: int, buffer: int, factor: float) -> Float64:
+def overlong_penalty(lengths: Int64, longest: Int64, buffer: Float64, factor: float) -> Float64:
     """The addition to each score for the number of sampled tokens, float64 [n] in [-factor, 0].
 
     It is 0 up to `longest - buffer` tokens and falls linearly to -factor at `longest`: DAPO, Yu et al. 2025 (arXiv 2503.14476),
@@ -26,8 +26,8 @@ def overlong_penalty(lengths: Int64, longest: int, buffer: int, factor: float) -
 
     Args:
         lengths: int64 [n], sampled tokens of each episode.
-        longest: the largest number of tokens that the policy may sample in an episode.
-        buffer: the number of tokens before `longest` over which the penalty grows; at least 1.
+        longest: [n] or [], the largest number of tokens that the policy may sample in an episode.
+        buffer: [n] or [], the number of tokens before `longest` over which the penalty grows; at least 1.
         factor: the largest penalty.
     """
     return -factor * np.clip((lengths - (longest - buffer)) / buffer, 0.0, 1.0)

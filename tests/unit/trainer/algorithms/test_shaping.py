@@ -42,7 +42,7 @@ def test_state_survives_a_checkpoint() -> None:
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (101, -0.5), (10_000, -0.5)])
 def test_the_overlong_penalty_is_linear_and_capped(length: int, expected: float) -> None:
-    found = shaping.overlong_penalty(np.array([length]), longest=100, buffer=20, factor=0.5)
+    found = shaping.overlong_penalty(np.array([length]), np.array(100), np.array(20.0), factor=0.5)
     assert found.tolist() == [pytest.approx(expected)]
 
 

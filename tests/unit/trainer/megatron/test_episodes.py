@@ -198,6 +198,21 @@ def test_an_episode_counts_once_however_many_trajectories_it_has(name: str) -> N
         np.testing.assert_allclose(cut_gradient, gradient, rtol=1e-9, atol=1e-12)
 
 
+def test_an_episode_is_overlong_only_beyond_all_its_contexts() -> None:
+    """Its trajectories have a context each, and its turns in common."""
+    whole = episode_group(4)
+    cut = branched(whole)
+    longest = 1 + max(sample.sampled_tokens for sample in cut.samples)
+    recipe = resolve("dapo", {"shaping": {"overlong": {"buffer": 0.01}}})
+
+    def penalty(group: GroupRecord, most: int) -> float:
+        metrics = Algorithm(recipe, longest, most=most).advantages(collect([group])[1]).metrics
+        return metrics["reward"][0] - metrics["score"][0]
+
+    assert penalty(whole, 2 * longest) <= -1 and penalty(cut, 2 * longest) == 0
+    assert penalty(cut, longest) == penalty(whole, longest) <= -1
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.floats(0, 0.9), st.booleans())
