@@ -7,7 +7,8 @@ sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of pad
 Tokens of the prompt and of the environment are masked, so "the next trained token" of a turn's last token is the first one of the next
 turn, also when that is in the episode's next trajectory.
 
-Invariant: entries where `mask` is 0 have no influence on any result. An episode counts once, however many trajectories it has.
+Invariant: entries where `mask` is 0 have no influence on any result, except for the shaping of a greedy baseline. An episode counts once,
+however many trajectories it has.
 """
 
 from collections.abc import Mapping

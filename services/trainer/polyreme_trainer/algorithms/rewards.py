@@ -45,15 +45,17 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: Int64, seen: Mome
         scores = shaping.normalise(scores, seen)
     if recipe.clip is not None:
         scores = np.clip(scores, *recipe.clip)
+    # A greedy baseline has no trained token, and is shaped by all that it sampled.
+    answered = batch.trained | (batch.greedy[batch.sequence_of] & (batch.version >= 0))
     if recipe.overlong is not None:
         buffer = np.maximum(1, np.round(recipe.overlong.buffer * longest))
-        scores = scores + shaping.overlong_penalty(batch.lengths, longest, buffer, recipe.overlong.factor)
+        lengths = sequence_sums(answered, batch.offsets).astype(np.int64)
+        scores = scores + shaping.overlong_penalty(lengths, longest, buffer, recipe.overlong.factor)
     scores = scores - recipe.truncation_penalty * batch.truncated
     if recipe.repetition is not None:
         ids = required(batch.ids, "ids")
-        scores = scores + shaping.repetition_penalty(
-            ids, batch.mask, batch.offsets, recipe.repetition.ngram, recipe.repetition.factor
-        )
+        repeated = shaping.repetition_penalty(ids, answered, batch.offsets, recipe.repetition.ngram, recipe.repetition.factor)
+        scores = scores + repeated
     return scores, seen
 
 

@@ -6,7 +6,7 @@ Invariant: for a sequence with trained tokens, the token rewards sum to its shap
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Float32, Float64, Int64, last_trained, sequence_sums
+from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 
@@ -33,14 +33,14 @@ def overlong_penalty(lengths: Int64, longest: Int64, buffer: Float64, factor: fl
     return -factor * np.clip((lengths - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
-def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, factor: float) -> Float64:
+def repetition_penalty(ids: Int64, mask: Float32 | Bool, offsets: Int64, ngram: int, factor: float) -> Float64:
     """`-factor` times the fraction of a response's n-grams that are repetitions, float64 [n]; 0 for a response without n-grams.
 
     Yeo et al. 2025 (arXiv 2502.03373), section 4.3, applied per sequence. N-grams consist of trained tokens; masked ones are skipped.
 
     Args:
         ids: int64 [t], the predicted tokens.
-        mask: float32 [t].
+        mask: [t], 0 for tokens that do not count.
         offsets: int64 [n + 1].
         ngram: the n of the n-grams.
         factor: the penalty's limit for a response that repeats one n-gram.
