@@ -157,12 +157,12 @@ def _whole_errors(path: Path) -> Iterator[ConfigError]:
 
 
 def context_of(path: Path) -> int | None:
-    """`max_position_embeddings` of a model's config.json, or None when it is absent or RoPE scaling extends it."""
+    """`max_position_embeddings` of a model's config.json, or None when it is absent. The learner takes no longer sequence, whatever RoPE scaling
+    the file has: one with a longer context says so in this field."""
     try:
         model = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
     if not isinstance(model, dict):
         raise ConfigError(f"a JSON object in {path}", type(model).__name__, "Save the model with save_pretrained.")
-    scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
-    return None if scaled else model.get("max_position_embeddings")
+    return model.get("max_position_embeddings")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,20 @@ def test_the_baseline_of_kto_is_that_of_all_held_out_rows(one_rank: dict[str, St
     last = records(config, "eval")[-1]
     assert last["kl"] == pytest.approx(baseline, abs=1e-4) and baseline > 0.01
     assert last["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+def test_answers_of_other_rows_fit_the_reference_s_context(folder: Path, tmp_path: Path) -> None:
+    """A long prompt with another row's long answer is longer than each row, and the reference reads less than the model."""
+    rows = [{"prompt": "1" * a, "response": "a" * (22 - a), "label": a > 10} for a in (20, 2) * 4]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "model").symlink_to(folder / "model")
+    shutil.copytree(folder / "model", tmp_path / "reference")
+    sizes = tmp_path / "reference" / "config.json"
+    sizes.write_text(json.dumps(json.loads(sizes.read_text()) | {"max_position_embeddings": 32}))
+    changes = {"data__eval": None, "data__max_tokens": 32, "reference": str(tmp_path / "reference")}
+    config = stage_config(tmp_path, **KINDS["kto"], **changes)
+    run_ranks(run_rank, 1, json.dumps([str(prepared(config))]), "")
+    assert [record["step"] for record in records(config, "step")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_reward_service_gives_the_scores_that_were_learned(one_rank: dict[str, StageConfig]) -> None:

@@ -25,6 +25,7 @@ from polyreme.rundir.input_files import MODEL_FILES, is_there, read_model_files
 from polyreme_trainer.data.prompts import LabelCount, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.supervised import encode_examples, read_examples
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.data.tokenizer_files import load_tokenizer
 from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.memory.memory_estimate import fit_errors
@@ -90,7 +91,8 @@ def _check_model(config: RunConfig) -> Iterator[str | PolyremeError]:
     checks = [_check_engine(arch, config), check_experts(config)]
     if critic is None or (critic / "config.json").is_file():
         checks.append(fit_errors(config, memory_limit() if config.device == "cpu" else None))
-        checks += [] if critic is None else [_check_critic(critic, config)]
+        longest = config.rollout.max_model_len
+        checks += [] if critic is None else [_check_reader("critic", critic, config.model.path, longest)]
     yield from results(*checks)
 
 
@@ -165,14 +167,21 @@ def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:
                 yield ConfigError(f"`{name}` in {where} to take one argument", str(error), "Fix its parameters.")
 
 
-def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
-    actor, critic = load_architecture(config.model.path), load_architecture(path)
-    if critic.vocab < actor.vocab or critic.max_position < config.rollout.max_model_len:
+def _check_reader(role: str, path: Path, model: Path, positions: int) -> Iterator[PolyremeError]:
+    """Yields an error unless the model at `path` reads every token of `model`, as the same text, and sequences of so many positions."""
+    found, tokens = load_architecture(path), load_architecture(model).vocab
+    do = f"Use a {role} with the model's tokenizer and a context as long, or none."
+    if found.vocab < tokens or found.max_position < positions:
         yield ConfigError(
-            f"a critic that reads the actor's {actor.vocab} tokens and {config.rollout.max_model_len} positions",
-            f"vocab_size {critic.vocab} and max_position_embeddings {critic.max_position} in {path}",
-            "Use a critic with the actor's tokenizer, or remove trainer.critic.path.",
+            f"a {role} that reads the model's {tokens} tokens and {positions} positions",
+            f"vocab_size {found.vocab} and max_position_embeddings {found.max_position} in {path}",
+            do,
         )
+    files = [each / "tokenizer.json" for each in (model, path)]
+    if path != model and all(file.is_file() for file in files):
+        texts, others = (load_tokenizer({file.name: file.read_bytes()}).backend_tokenizer.get_vocab(False) for file in files)
+        if differing := len(texts.items() - others.items()):
+            yield ConfigError(f"a {role} with the model's tokenizer", f"{differing} other tokens in {files[1]}", do)
 
 
 def _check_data(sources: Sources, config: RunConfig, template: Template | None) -> Iterator[str | PolyremeError]:
@@ -222,14 +231,12 @@ def _check_examples(data: Sources, config: RunConfig, template: Template | None)
 
 def _check_stage_model(config: StageConfig) -> Iterator[PolyremeError]:
     """What follows from config.json. Raises ConfigError for a model that is unknown."""
-    model, reference = load_architecture(config.model.path), TABLE[config.stage].reference(config)
+    reference = TABLE[config.stage].reference(config)
     yield from check_experts(config)
     if reference is not None and not (reference / "config.json").is_file():
         return
-    if reference is not None and (tokens := load_architecture(reference).vocab) < model.vocab:
-        yield ConfigError(
-            f"a reference with the model's {model.vocab} tokens", f"{tokens}", "Use a reference with the model's tokenizer."
-        )
+    if reference is not None:
+        yield from _check_reader("reference", reference, config.model.path, config.data.max_tokens)
     yield from fit_errors(config, memory_limit() if config.device == "cpu" else None)
 
 

@@ -69,3 +69,13 @@ def test_damaged_weights_are_an_error(config: RunConfig, tmp_path: Path, damage:
     path.write_bytes(damage(whole))
     [refused] = input_errors(config)
     assert isinstance(refused, ConfigError) and path.name in refused.expected and found in refused.found
+
+
+@pytest.mark.parametrize("scaling", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_context_ends_at_max_position_embeddings_too(config: RunConfig, tmp_path: Path, scaling: str) -> None:
+    """The learner takes no longer sequence, whatever the engine would sample."""
+    (tmp_path / "train.jsonl").touch()
+    sizes = {"max_position_embeddings": 48, scaling: {"rope_type": "yarn", "factor": 4.0}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    [error] = input_errors(config)
+    assert "rollout.max_model_len" in error.expected and "48" in error.expected

@@ -9,11 +9,10 @@ import pytest
 
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
-from polyreme.config.rollout import RolloutConfig
 from polyreme.config.trackers import WandbConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer import checks
-from polyreme_trainer.checks import _check_critic, _check_engine, _check_notices, check
+from polyreme_trainer.checks import _check_engine, _check_notices, _check_reader, check
 from polyreme_trainer.megatron.huggingface.families import read_architecture
 from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from support.configs import MIXTRAL, run_config
@@ -25,9 +24,7 @@ from support.models import tiny_family_model, tiny_model
 )
 def test_a_critic_reads_every_token_and_position_of_the_actor(sizes: dict[str, Any], found: int, tmp_path: Path) -> None:
     actor, critic = tiny_model("tied", tmp_path / "actor"), tiny_family_model("qwen2", tmp_path / "critic", **sizes)
-    rollout = RolloutConfig(max_new_tokens=32, max_model_len=64)
-    config = run_config(tmp_path, model=ModelConfig(path=actor), rollout=rollout)
-    assert len(list(_check_critic(critic, config))) == found
+    assert len(list(_check_reader("critic", critic, actor, 64))) == found
 
 
 def test_a_learner_that_cannot_fit_the_machine_is_an_error(tmp_path: Path) -> None:

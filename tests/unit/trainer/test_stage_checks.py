@@ -1,12 +1,13 @@
 """Errors of a stage are found before a process starts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyreme.config.stage import STAGES
+from polyreme.config.stage import STAGES, StageConfig
 from polyreme.errors import AbsentError, ConfigError, DataError
 from polyreme.rundir.checks import check_run, findings
 from support.stages import stage_config, write_data
@@ -61,3 +62,32 @@ def test_a_tokenizer_larger_than_the_model_is_an_error(folder: Path) -> None:
 def test_missing_data_is_an_error(folder: Path) -> None:
     (folder / "held_out.jsonl").unlink()
     assert [type(error) for error in findings(stage_config(folder, "sft")).errors] == [AbsentError]
+
+
+@pytest.fixture
+def compared(folder: Path) -> StageConfig:
+    """Preferences with a reference in a directory of its own, a copy of the model."""
+    shutil.copytree(folder / "model", folder / "reference")
+    config = stage_config(folder, "dpo", reference=str(folder / "reference"))
+    assert not findings(config).errors
+    return config
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
+def test_a_reference_reads_every_token_and_position_of_the_model(folder: Path, compared: StageConfig, field: str) -> None:
+    path = folder / "reference" / "config.json"
+    sizes = json.loads(path.read_text())
+    path.write_text(json.dumps(sizes | {field: min(sizes[field], compared.data.max_tokens) - 1}))
+    (error,) = findings(compared).errors
+    assert str(path.parent) in str(error) and field in str(error)
+
+
+def test_a_reference_with_another_tokenizer_is_an_error(folder: Path, compared: StageConfig) -> None:
+    """Of the same size, it would judge other texts without a word."""
+    path = folder / "reference" / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    words = tokens["model"]["vocab"]
+    (first, one), (second, two) = sorted(words.items())[-2:]
+    path.write_text(json.dumps(tokens | {"model": tokens["model"] | {"vocab": words | {first: two, second: one}}}))
+    (error,) = findings(compared).errors
+    assert str(path) in str(error) and "2 other tokens" in str(error)

@@ -242,7 +242,7 @@ def whiten(advantages: Float64, mask: Mask) -> Float64:
 
 def _with_peers(group: Int64) -> Groups:
     groups = Groups(group)
-    if len(groups) and groups.smallest < 2:
+    if (groups.sizes < 2).any():
         raise ValueError("expected at least two samples in every group; found a group of one")
     return groups
 

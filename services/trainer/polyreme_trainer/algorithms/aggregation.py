@@ -30,7 +30,7 @@ def token_coefficients(mask: Float32, offsets: Int64, step: Int64, mode: Aggrega
         offsets: int64 [n + 1].
         step: int64, indices of the sequences of the optimizer step.
         mode: the aggregation.
-        constant: the divisor of seq-mean-token-sum-norm, in tokens: the most that the policy may sample in an episode.
+        constant: the divisor of seq-mean-token-sum-norm, in tokens: the most that the policy may sample in a trajectory.
 
     Raises:
         ValueError: seq-mean-token-sum-norm has no positive `constant`.

@@ -3,7 +3,7 @@
 Invariant: these are pure functions of their arguments. Everything that outlives an iteration is in the state that `advantages` returns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -56,11 +56,13 @@ class Algorithm:
 
     Args:
         recipe: a checked recipe.
-        longest: the largest number of tokens that the policy may sample in an episode; of a single turn, in a response.
+        longest: the largest number of tokens that the policy may sample in a trajectory; of a single turn, in a response.
+        most: the same in an episode, whose trajectories may be several; None: `longest`.
     """
 
     recipe: Recipe
     longest: int
+    most: int | None = field(default=None, kw_only=True)
 
     @property
     def needs(self) -> Needs:
@@ -80,7 +82,8 @@ class Algorithm:
     def advantages(self, batch: TokenBatch, state: AlgorithmState = INITIAL) -> Advantages:
         """The advantages of a whole iteration. Raises ValueError when the batch lacks an input that the recipe needs."""
         recipe = self.recipe
-        scores, moments = shaped_scores(recipe.shaping, batch, self.longest, state.scores)
+        longest = np.minimum(self.longest * (1 if batch.trajectories is None else batch.trajectories), self.most or self.longest)
+        scores, moments = shaped_scores(recipe.shaping, batch, longest, state.scores)
         kl, coef = None, state.kl_coef
         if recipe.kl is not None and recipe.kl.place == "reward":
             kl, coef = self._kl_in_reward(recipe.kl, batch), coef if recipe.kl.adaptive and coef is not None else recipe.kl.coef
@@ -94,7 +97,7 @@ class Algorithm:
         return Advantages(
             advantages=advantages.astype(np.float32),
             returns=None if returns is None else returns.astype(np.float32),
-            weight=shaping.keep_tokens(dropped, batch.offsets),
+            weight=(~dropped[batch.sequence_of]).astype(np.float32),
             metrics=summary(batch, rewards, advantages, returns, dropped, kl, coef),
             state=AlgorithmState(kl_coef=self._next_coef(batch, kl, coef), scores=moments),
         )
@@ -150,19 +153,21 @@ class Algorithm:
             total = total - recipe.entropy_coef * required(inputs.entropy, "entropy")
         return (inputs.weight * total).sum(), metrics
 
-    def critic_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The critic's loss over a micro-batch and its metrics, as in `loss`; `inputs.weight` has the critic's coefficients.
+    def critic_loss(self, new: Tensor, values: Tensor, returns: Tensor, weight: Tensor) -> tuple[Tensor, Metrics]:
+        """The critic's loss over the t trained tokens of a micro-batch and its metrics, as in `loss`.
+
+        Args:
+            new, values, returns: [t], see `value_loss`. `new` carries the gradient.
+            weight: [t], the critic's coefficients.
 
         Raises:
             ValueError: the recipe has no critic.
         """
         if not isinstance(self.recipe.advantage, Gae):
             raise ValueError(f"expected a recipe with a critic; found {self.recipe.advantage.kind}, which has no critic")
-        new, old = required(inputs.new_values, "new_values"), required(inputs.values, "values")
-        returns = required(inputs.returns, "returns")
-        result = value_loss(new, old, returns, self.recipe.advantage.value_clip)
-        metrics = {"value_loss": mean_of(result.loss, inputs.weight)}
-        return (inputs.weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
+        result = value_loss(new, values, returns, self.recipe.advantage.value_clip)
+        metrics = {"value_loss": mean_of(result.loss, weight)}
+        return (weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
 
     def _kl_in_reward(self, kl: Kl, batch: TokenBatch) -> Float64:
         """The estimate at each token, float64 [t], 0 where masked."""

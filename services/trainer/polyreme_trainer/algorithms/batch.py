@@ -7,7 +7,8 @@ sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of pad
 Tokens of the prompt and of the environment are masked, so "the next trained token" of a turn's last token is the first one of the next
 turn, also when that is in the episode's next trajectory.
 
-Invariant: entries where `mask` is 0 have no influence on any result. An episode counts once, however many trajectories it has.
+Invariant: entries where `mask` is 0 have no influence on any result, except for the shaping of a greedy baseline. An episode counts once,
+however many trajectories it has.
 """
 
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ class TokenBatch:
             belongs to the last trained token.
         turn: int64 [t], the number of the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
         ids: int64 [t], the predicted tokens.
+        trajectories: int64 [n], the number of trajectories of each episode. None: every episode has one.
         parts: float64 [n, k], the named components of the reward, unweighted.
         part_names: k names.
         part_weights: k weights.
@@ -69,6 +71,7 @@ class TokenBatch:
     token_rewards: Float32 | None = None
     turn: Int64 | None = None
     ids: Int64 | None = None
+    trajectories: Int64 | None = None
     parts: Float64 | None = None
     part_names: tuple[str, ...] = ()
     part_weights: tuple[float, ...] = ()
@@ -76,7 +79,7 @@ class TokenBatch:
     def __post_init__(self) -> None:
         n, t = len(self), self.tokens
         per_token = ("mask", "behaviour", "version", "old", "reference", "teacher", "values", "token_rewards", "turn", "ids")
-        per_sequence = ("group", "score", "truncated", "greedy", "final_values")
+        per_sequence = ("group", "score", "truncated", "greedy", "final_values", "trajectories")
         for names, length in ((per_token, t), (per_sequence, n)):
             for name in names:
                 array = getattr(self, name)

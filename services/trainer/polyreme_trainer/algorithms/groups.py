@@ -3,8 +3,6 @@
 Invariant: only this module decides whether a group has variance, for advantages and for filters.
 """
 
-from functools import cached_property
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,15 +22,10 @@ class Groups:
     """
 
     def __init__(self, group: NDArray[np.int64]) -> None:
-        self.keys, self.member_of, self.sizes = np.unique(group, return_inverse=True, return_counts=True)
+        _, self.member_of, self.sizes = np.unique(group, return_inverse=True, return_counts=True)
 
     def __len__(self) -> int:
-        return len(self.keys)
-
-    @cached_property
-    def smallest(self) -> int:
-        """The number of samples of the smallest group; 0 without groups."""
-        return int(self.sizes.min()) if len(self) else 0
+        return len(self.sizes)
 
     def sums(self, values: Float64) -> Float64:
         """float64 [groups], the sums of `values` [n] over each group."""

@@ -12,8 +12,23 @@ import torch
 from torch import Tensor
 
 
+class PerSequence:
+    """Sums over the sequences of a micro-batch, whose t numbers belong to `sequences` sequences: `sequence` is int64 [t]."""
+
+    sequence: Tensor
+    sequences: int
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """The sum of x [t] over each sequence, [sequences]; differentiable."""
+        return torch.zeros(self.sequences, dtype=x.dtype, device=x.device).index_add(0, self.sequence, x)
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """The mean of x [t] over each sequence, [sequences]; 0 for a sequence without tokens; differentiable."""
+        return self.sequence_sum(x) / self.sequence_sum(torch.ones_like(x)).clamp(min=1)
+
+
 @dataclass(frozen=True)
-class LossInputs:
+class LossInputs(PerSequence):
     """t trained tokens of some sequences. All floating-point tensors have one dtype; only those marked so carry a gradient.
 
     Attributes:
@@ -25,9 +40,6 @@ class LossInputs:
         sequence: int64 [t], index of the token's sequence within the micro-batch.
         sequences: the number of sequences in the micro-batch.
         reference: [t], under the reference policy.
-        returns: [t], the critic's targets.
-        values: [t], the critic's values before the iteration's first optimizer step.
-        new_values: [t], the critic's values now; carries the critic's gradient.
         entropy: [t], the policy's entropy at each token, in nats; carries the gradient.
         fresh: bool [t], whether the policy before the step sampled the token's whole sequence; None when unknown.
     """
@@ -40,16 +52,5 @@ class LossInputs:
     sequence: Tensor
     sequences: int
     reference: Tensor | None = None
-    returns: Tensor | None = None
-    values: Tensor | None = None
-    new_values: Tensor | None = None
     entropy: Tensor | None = None
     fresh: Tensor | None = None
-
-    def sequence_sum(self, x: Tensor) -> Tensor:
-        """The sum of x [t] over each sequence, [sequences]; differentiable."""
-        return torch.zeros(self.sequences, dtype=x.dtype, device=x.device).index_add(0, self.sequence, x)
-
-    def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of x [t] over each sequence's tokens, [sequences]; 0 for a sequence without tokens; differentiable."""
-        return self.sequence_sum(x) / self.sequence_sum(torch.ones_like(x)).clamp(min=1)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from polyreme_trainer.algorithms.inputs import PerSequence
 from polyreme_trainer.algorithms.metrics import Metrics
 
 Head = Literal["language", "value"]
@@ -18,7 +18,7 @@ Head = Literal["language", "value"]
 
 
 @dataclass(frozen=True)
-class StageInputs:
+class StageInputs(PerSequence):
     """r rows of one or two sequences each, with t output numbers of the model in total.
 
     Attributes:
@@ -39,14 +39,6 @@ class StageInputs:
     tokens: int
     reference: Tensor | None = None
     baseline: float = 0.0
-
-    def sums(self, x: Tensor) -> Tensor:
-        """The sum of x [t] over each sequence, [sequences]; differentiable."""
-        return torch.zeros(self.sequences, dtype=x.dtype, device=x.device).index_add(0, self.sequence, x)
-
-    def means(self, x: Tensor) -> Tensor:
-        """The mean of x [t] over each sequence, [sequences]; 0 for one without trained tokens; differentiable."""
-        return self.sums(x) / self.sums(torch.ones_like(x)).clamp(min=1)
 
     def log_ratios(self) -> Tensor:
         """`log p - log p_ref` of each trained token, [t]. Raises ValueError without a reference."""

@@ -15,11 +15,13 @@ from polyreme_trainer.algorithms.metrics import Metrics, mean_of
 from polyreme_trainer.algorithms.objective import Head, StageInputs
 
 
+@dataclass(frozen=True)
 class CrossEntropy:
     """Supervised training: the mean over all trained tokens of the step."""
 
-    head: Head = "language"
-    needs_reference = needs_baseline = False
+    head: ClassVar[Head] = "language"
+    needs_reference: ClassVar[bool] = False
+    needs_baseline: ClassVar[bool] = False
 
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
         return -inputs.output.sum() / max(1, inputs.tokens), {"loss": mean_of(-inputs.output)}
@@ -35,7 +37,7 @@ class PairwiseScores:
     needs_baseline: ClassVar[bool] = False
 
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
-        scores = inputs.sums(inputs.output)
+        scores = inputs.sequence_sum(inputs.output)
         chosen, rejected = pairs(scores)
         tie = inputs.columns["tie"] > 0
         losses = preference.bradley_terry(chosen, rejected, inputs.columns["margin"], tie)
@@ -64,7 +66,7 @@ class PairwiseLogprobs:
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
         losses, both = self._losses(inputs)
         rewards = self.config.beta * both[0].detach(), self.config.beta * both[1].detach()
-        logps = pairs(inputs.sums(inputs.output.detach()))
+        logps = pairs(inputs.sequence_sum(inputs.output.detach()))
         metrics = {
             "loss": mean_of(losses),
             "rewards/chosen": mean_of(rewards[0]),
@@ -80,17 +82,17 @@ class PairwiseLogprobs:
         """Returns the loss of each pair, and the quantities of both answers whose multiples are the rewards."""
         match self.config:
             case Dpo(beta=beta, label_smoothing=smoothing):
-                both = pairs(inputs.sums(inputs.log_ratios()))
+                both = pairs(inputs.sequence_sum(inputs.log_ratios()))
                 return preference.dpo(*both, beta, smoothing), both
             case Ipo(beta=beta, per_token=per_token):
                 log_ratios = inputs.log_ratios()
-                both = pairs(inputs.sums(log_ratios))
-                return preference.ipo(*(pairs(inputs.means(log_ratios)) if per_token else both), beta), both
+                both = pairs(inputs.sequence_sum(log_ratios))
+                return preference.ipo(*(pairs(inputs.sequence_mean(log_ratios)) if per_token else both), beta), both
             case SimPo(beta=beta, gamma=gamma):
-                both = pairs(inputs.means(inputs.output))
+                both = pairs(inputs.sequence_mean(inputs.output))
                 return preference.simpo(*both, beta, gamma), both
             case _:
-                both = pairs(inputs.means(inputs.output))
+                both = pairs(inputs.sequence_mean(inputs.output))
                 return preference.orpo(*both, self.config.beta), both
 
 
@@ -105,7 +107,7 @@ class LabelledLogprobs:
 
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
         config, good = self.config, inputs.columns["good"] > 0
-        log_ratio, logps = inputs.sums(inputs.log_ratios()), inputs.sums(inputs.output.detach())
+        log_ratio, logps = inputs.sequence_sum(inputs.log_ratios()), inputs.sequence_sum(inputs.output.detach())
         baseline = torch.full_like(log_ratio, inputs.baseline)
         losses = preference.kto(log_ratio, good, baseline, config.beta, config.desirable_weight, config.undesirable_weight)
         metrics: Metrics = {"loss": mean_of(losses), "kl": mean_of(baseline)}

@@ -7,7 +7,7 @@ import numpy as np
 
 from polyreme.config.recipes.recipe import Shaping
 from polyreme_trainer.algorithms import shaping
-from polyreme_trainer.algorithms.batch import Float64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.batch import Float64, Int64, TokenBatch, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 T = TypeVar("T")
@@ -30,13 +30,13 @@ class Rewards:
     totals: Float64
 
 
-def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moments) -> tuple[Float64, Moments]:
+def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: Int64, seen: Moments) -> tuple[Float64, Moments]:
     """Scores float64 [n] after every step of the recipe, and the moments of the scores so far.
 
     Args:
         recipe: the shaping steps.
         batch: the batch; it has `ids` when repetition is penalised.
-        longest: the largest number of tokens that the policy may sample in an episode.
+        longest: int64 [n] or [], the largest number of tokens that the policy may sample in an episode.
         seen: the moments before this batch. Greedy samples do not update them.
     """
     scores = batch.score
@@ -45,15 +45,17 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
         scores = shaping.normalise(scores, seen)
     if recipe.clip is not None:
         scores = np.clip(scores, *recipe.clip)
+    # A greedy baseline has no trained token, and is shaped by all that it sampled.
+    answered = batch.trained | (batch.greedy[batch.sequence_of] & (batch.version >= 0))
     if recipe.overlong is not None:
-        buffer = max(1, round(recipe.overlong.buffer * longest))
-        scores = scores + shaping.overlong_penalty(batch.lengths, longest, buffer, recipe.overlong.factor)
+        buffer = np.maximum(1, np.round(recipe.overlong.buffer * longest))
+        lengths = sequence_sums(answered, batch.offsets).astype(np.int64)
+        scores = scores + shaping.overlong_penalty(lengths, longest, buffer, recipe.overlong.factor)
     scores = scores - recipe.truncation_penalty * batch.truncated
     if recipe.repetition is not None:
         ids = required(batch.ids, "ids")
-        scores = scores + shaping.repetition_penalty(
-            ids, batch.mask, batch.offsets, recipe.repetition.ngram, recipe.repetition.factor
-        )
+        repeated = shaping.repetition_penalty(ids, answered, batch.offsets, recipe.repetition.ngram, recipe.repetition.factor)
+        scores = scores + repeated
     return scores, seen
 
 

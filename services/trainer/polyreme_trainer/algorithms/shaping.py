@@ -6,7 +6,7 @@ Invariant: for a sequence with trained tokens, the token rewards sum to its shap
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_of, sequence_sums
+from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 
@@ -18,7 +18,7 @@ def normalise(scores: Float64, moments: Moments) -> Float64:
     return (scores - moments.mean) / moments.std
 
 
-def overlong_penalty(lengths: Int64, longest: int, buffer: int, factor: float) -> Float64:
+def overlong_penalty(lengths: Int64, longest: Int64, buffer: Float64, factor: float) -> Float64:
     """The addition to each score for the number of sampled tokens, float64 [n] in [-factor, 0].
 
     It is 0 up to `longest - buffer` tokens and falls linearly to -factor at `longest`: DAPO, Yu et al. 2025 (arXiv 2503.14476),
@@ -26,21 +26,21 @@ def overlong_penalty(lengths: Int64, longest: int, buffer: int, factor: float) -
 
     Args:
         lengths: int64 [n], sampled tokens of each episode.
-        longest: the largest number of tokens that the policy may sample in an episode.
-        buffer: the number of tokens before `longest` over which the penalty grows; at least 1.
+        longest: [n] or [], the largest number of tokens that the policy may sample in an episode.
+        buffer: [n] or [], the number of tokens before `longest` over which the penalty grows; at least 1.
         factor: the largest penalty.
     """
     return -factor * np.clip((lengths - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
-def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, factor: float) -> Float64:
+def repetition_penalty(ids: Int64, mask: Float32 | Bool, offsets: Int64, ngram: int, factor: float) -> Float64:
     """`-factor` times the fraction of a response's n-grams that are repetitions, float64 [n]; 0 for a response without n-grams.
 
     Yeo et al. 2025 (arXiv 2502.03373), section 4.3, applied per sequence. N-grams consist of trained tokens; masked ones are skipped.
 
     Args:
         ids: int64 [t], the predicted tokens.
-        mask: float32 [t].
+        mask: [t], 0 for tokens that do not count.
         offsets: int64 [n + 1].
         ngram: the n of the n-grams.
         factor: the penalty's limit for a response that repeats one n-gram.
@@ -94,8 +94,3 @@ def distillation_advantages(teacher: Float32, student: Float32, mask: Float32, c
     advantages, trained = np.zeros(len(mask)), mask > 0
     advantages[trained] = coef * (teacher[trained].astype(np.float64) - student[trained])
     return advantages
-
-
-def keep_tokens(dropped: Bool, offsets: Int64) -> Float32:
-    """float32 [t], 0 for the tokens of the sequences that are dropped (bool [n]), else 1."""
-    return (~dropped[sequence_of(offsets)]).astype(np.float32)

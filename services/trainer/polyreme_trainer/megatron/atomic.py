@@ -6,11 +6,14 @@ directory. The next writer of the same path removes that of an earlier one, whic
 
 import contextlib
 import glob
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -59,12 +62,17 @@ def discard_unfinished(folder: Path, names: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a directory tree, a file or a link, if it exists."""
-    with contextlib.suppress(FileNotFoundError):  # another process may remove it at the same time
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    """Removes a directory tree, a file or a link, if it exists. What cannot be removed, as a file on NFS that is open elsewhere, is logged and
+    stays: nothing new depends on its end."""
+    is_tree = path.is_dir() and not path.is_symlink()
+    if is_tree:
+        shutil.rmtree(path, ignore_errors=True)  # a file that stays does not keep the others
+    try:
+        path.rmdir() if is_tree else path.unlink()
+    except FileNotFoundError:  # the usual case, also if another process removes it at the same time
+        pass
+    except OSError as error:
+        logger.warning("cannot remove %s: %s", path, error)
 
 
 def sync(path: Path) -> None:

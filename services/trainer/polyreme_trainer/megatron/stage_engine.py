@@ -50,7 +50,6 @@ class MegatronStageEngine(MegatronEngine):
         super().__init__(config, files, ranks, device, loads)
         self.config, self.stop_ids = config, stop_ids
         self.model = self.add_trained(head)
-        self.longest = self.model.model.arch.max_position
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
         base = {} if config.trainer.lora is None else {"model.path": config.model.path}
         self.saves = Saves(config, ranks, base if reference is None else {"reference": reference, **base})
@@ -58,6 +57,7 @@ class MegatronStageEngine(MegatronEngine):
             self.add_base("reference", self.model)
         elif reference is not None:
             self.add_policy("reference", reference, trainable=False)
+        self.longest = min(role.model.arch.max_position for role in self.roles.values())
 
     def add_trained(self, head: Head) -> Role[Policy] | Role[Critic]:
         """Creates the trained role."""

@@ -55,7 +55,8 @@ def run_stage(config: StageConfig, template: Template, stage: Stage, engine: Sta
     )
     objective = RowsObjective(engine, stage.objective(config), trainer.batch_size)
     done, steps = engine.load(), total_steps(len(rows), trainer)
-    best, saving = loaded_best(engine.facts, held_out), Saving(engine.finish_save, log.report_save)
+    judge = None if held_out is None else f"{held_out.digest()} {objective.objective}"
+    best, saving = loaded_best(engine.facts, judge), Saving(engine.finish_save, log.report_save)
     if done == 0:
         evaluate(objective, held_out, 0, log)
     elif done < steps:
@@ -68,7 +69,7 @@ def run_stage(config: StageConfig, template: Template, stage: Stage, engine: Sta
         if is_last or is_due(step.number, trainer.eval_interval):
             loss = evaluate(objective, held_out, step.number, log)
         if is_last or drains or saving.is_due(step.number, trainer, ranks):
-            before, best = best, lower(best, step.number, loss, held_out)
+            before, best = best, lower(best, step.number, loss, judge)
             facts = {"fingerprint": config.fingerprint(), "best": best and asdict(best)}
             hf_path = None if is_last or best is before else config.run_dir / HF / BEST  # `export` writes the last step
             saving.start(partial(engine.save, step.number, facts, hf_path))
@@ -144,7 +145,7 @@ class Best:
 
     Attributes:
         step, loss: the step, and its loss.
-        held_out: digest of the held-out rows. The losses of other rows are not comparable.
+        held_out: digest of the held-out rows, and the objective. Losses of other rows, or of another objective, are not comparable.
     """
 
     step: int
@@ -152,17 +153,19 @@ class Best:
     held_out: str
 
 
-def loaded_best(facts: CheckpointFacts, held_out: StageRows | None) -> Best | None:
-    """The best step in a checkpoint's facts; None without one, or if other rows were held out."""
+def loaded_best(facts: CheckpointFacts, judge: str | None) -> Best | None:
+    """The best step in a checkpoint's facts; None without one, or if it was judged by another loss. `judge`: see `Best.held_out`."""
     best = facts.get("best")
-    return None if best is None or held_out is None or best["held_out"] != held_out.digest() else Best(**best)
+    if best is None or judge is None or not judge.startswith(best["held_out"]):  # 0.2.0 has saved the rows' digest only
+        return None
+    return Best(**best)
 
 
-def lower(best: Best | None, number: int, loss: float | None, held_out: StageRows | None) -> Best | None:
+def lower(best: Best | None, number: int, loss: float | None, judge: str | None) -> Best | None:
     """The step `number` if its held-out loss is the lowest so far, else `best`."""
-    if loss is None or held_out is None or (best is not None and loss >= best.loss):
+    if loss is None or judge is None or (best is not None and loss >= best.loss):
         return best
-    return Best(number, loss, held_out.digest())
+    return Best(number, loss, judge)
 
 
 def export(engine: StageEngine, path: Path, number: int, best: Best | None, log: StageLog) -> None:

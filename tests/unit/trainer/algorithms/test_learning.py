@@ -85,17 +85,9 @@ class Task:
         )
         loss, _ = self.algorithm.loss(inputs)
         if found.returns is not None:
-            critic = LossInputs(
-                **{
-                    name: getattr(inputs, name)
-                    for name in ("logprobs", "old", "behaviour", "advantages", "sequence", "sequences")
-                },
-                weight=pick(self.algorithm.critic_coefficients(batch, step)),
-                returns=pick(found.returns),
-                values=pick(batch.values),
-                new_values=self.critic[position],
-            )
-            loss = loss + self.algorithm.critic_loss(critic)[0]
+            weight = self.algorithm.critic_coefficients(batch, step)
+            others = map(pick, (batch.values, found.returns, weight))
+            loss = loss + self.algorithm.critic_loss(self.critic[position], *others)[0]
         for parameter in (self.logits, self.critic):
             (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True)
             if gradient is not None and gradient.norm() > 0:

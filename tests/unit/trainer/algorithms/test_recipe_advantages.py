@@ -9,6 +9,7 @@ import pytest
 
 from polyreme.config.recipes.presets import resolve
 from polyreme_trainer.algorithms.algorithm import Algorithm
+from polyreme_trainer.algorithms.batch import TokenBatch
 from polyreme_trainer.algorithms.state import AlgorithmState, Moments
 from support.token_batches import full_batch, token_batch, with_greedy
 
@@ -159,6 +160,23 @@ def test_remax_compares_with_the_greedy_answer() -> None:
     assert found.metrics["score"][1] == 9.0
     with pytest.raises(ValueError, match="greedy"):
         algorithm_of("grpo").advantages(batch)
+
+
+def test_the_greedy_answer_is_shaped_as_the_others_are() -> None:
+    """An answer equal to it has no advantage, however long it is and however often it repeats itself."""
+    batch = TokenBatch(
+        offsets=np.array([0, 9, 18]),
+        mask=np.repeat([0.0, 1.0], 9).astype(np.float32),
+        behaviour=np.full(18, -1.0, np.float32),
+        version=np.zeros(18, np.int32),
+        group=np.zeros(2, np.int64),
+        score=np.full(2, 0.5),
+        truncated=np.zeros(2, bool),
+        greedy=np.array([True, False]),
+        ids=np.tile([1, 2, 1], 6),
+    )
+    found = algorithm_of("remax", shaping={"overlong": {}, "repetition": {"ngram": 2, "factor": 0.5}}).advantages(batch)
+    assert not found.advantages.any() and found.metrics["reward"][0] < -0.1
 
 
 @pytest.mark.parametrize("with_old", [False, True])

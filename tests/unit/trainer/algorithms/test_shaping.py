@@ -42,7 +42,7 @@ def test_state_survives_a_checkpoint() -> None:
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (101, -0.5), (10_000, -0.5)])
 def test_the_overlong_penalty_is_linear_and_capped(length: int, expected: float) -> None:
-    found = shaping.overlong_penalty(np.array([length]), longest=100, buffer=20, factor=0.5)
+    found = shaping.overlong_penalty(np.array([length]), np.array(100), np.array(20.0), factor=0.5)
     assert found.tolist() == [pytest.approx(expected)]
 
 
@@ -87,8 +87,3 @@ def test_distillation_is_the_difference_of_log_probabilities() -> None:
 def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
     batch = token_batch(0)
     assert (shaping.distillation_advantages(batch.behaviour, batch.behaviour, batch.mask, 1.0) == 0).all()
-
-
-def test_tokens_of_dropped_sequences_have_no_weight() -> None:
-    found = shaping.keep_tokens(np.array([False, True, False]), np.array([0, 2, 4, 5]))
-    assert found.tolist() == [1, 1, 0, 0, 1]

@@ -198,6 +198,36 @@ def test_an_episode_counts_once_however_many_trajectories_it_has(name: str) -> N
         np.testing.assert_allclose(cut_gradient, gradient, rtol=1e-9, atol=1e-12)
 
 
+def test_the_critic_s_loss_has_each_token_s_own_numbers() -> None:
+    algorithm = ALGORITHMS["vapo"]
+    sequences, tokens = gathered(algorithm, [branched(episode_group(4, masked=0.1))])
+    advantages, every = algorithm.advantages(tokens), np.arange(len(sequences))
+    batch = Iteration(2, sequences, tokens, [every], AlgorithmState(), 1e-3)
+    packed = pack(sequences, everything(sequences)[::-1], CPU)
+    new = torch.linspace(-1.0, 1.0, len(packed.tokens))
+    loss, _ = IterationLosses(batch, algorithm, tokens, advantages).critic(every)(packed, new)
+    assert tokens.values is not None and advantages.returns is not None
+    old, target = tokens.values[packed.tokens], advantages.returns[packed.tokens]
+    bounded = np.clip(new.numpy(), old - 0.5, old + 0.5)
+    expected = np.maximum((new.numpy() - target) ** 2, (bounded - target) ** 2).mean() / 2
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_episode_is_overlong_only_beyond_all_its_contexts() -> None:
+    """Its trajectories have a context each, and its turns in common."""
+    whole = episode_group(4)
+    cut = branched(whole)
+    longest = 1 + max(sample.sampled_tokens for sample in cut.samples)
+    recipe = resolve("dapo", {"shaping": {"overlong": {"buffer": 0.01}}})
+
+    def penalty(group: GroupRecord, most: int) -> float:
+        metrics = Algorithm(recipe, longest, most=most).advantages(collect([group])[1]).metrics
+        return metrics["reward"][0] - metrics["score"][0]
+
+    assert penalty(whole, 2 * longest) <= -1 and penalty(cut, 2 * longest) == 0
+    assert penalty(cut, longest) == penalty(whole, longest) <= -1
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.floats(0, 0.9), st.booleans())

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
-from polyreme_trainer.stages.program import StageLog, run_stage, total_steps
+from polyreme_trainer.stages.program import Best, StageLog, loaded_best, run_stage, total_steps
 from polyreme_trainer.stages.table import TABLE
 from support.stages import DigestEngine, Recorded, one_rank, stage_config, write_data
 from support.tiny_tokenizer import model_files
@@ -163,6 +164,18 @@ def test_losses_of_other_held_out_rows_are_not_compared(sft: StageConfig) -> Non
     recorded = Recorded()
     assert run(sft, recorded, DigestEngine(sft, {4: 9.0, 6: 9.5}))
     assert best_records(recorded)[-1:] == [4] and kept(sft)["step"] == "4\n"
+
+
+def test_losses_of_another_objective_are_not_compared(tmp_path: Path) -> None:
+    """A fork may change the loss. A checkpoint of 0.2.0 names the held-out rows only."""
+    write_data(tmp_path)
+    dpo, ipo = (stage_config(tmp_path, "dpo", loss={"kind": kind}) for kind in ("dpo", "ipo"))
+    assert not run(dpo, Recorded(5), DigestEngine(dpo, LOSSES))
+    assert run(ipo, Recorded(), DigestEngine(ipo, {4: 9.0, 6: 9.5}))
+    assert kept(ipo)["step"] == "4\n"
+    older = Best(2, 3.0, "digest")
+    facts = {"best": asdict(older)}
+    assert loaded_best(facts, "digest CrossEntropy()") == older and loaded_best(facts, "other") is None
 
 
 def test_a_stage_without_held_out_rows_keeps_no_best_step(sft: StageConfig) -> None:

@@ -59,6 +59,7 @@ def collect(
         token_rewards=_per_token([_rewards(s) for _, s in samples], sequences.offsets, 0.0),
         turn=_turns([s for _, s in samples], sequences.offsets, numbers) if any(group.episodes for group in groups) else None,
         ids=np.concatenate([x[1:] for x in ids]),
+        trajectories=np.diff(ends, prepend=-1),
         parts=np.array(parts, dtype=np.float64) if names else None,
         part_names=names,
         part_weights=tuple((part_weights or {}).values()),

@@ -203,10 +203,7 @@ class CheckpointWriter:
                     "none, because another process that saves into the same directory has removed it",
                     "Stop the other learner of this run directory, then continue with --resume.",
                 ) from error
-            try:
-                atomic.discard(temporary)  # its files may have filled the disk
-            except OSError as left:  # other ranks still write into it; the next start removes it
-                logger.warning("cannot remove %s: %s", temporary, left)
+            atomic.discard(temporary)  # its files may have filled the disk
             raise
         folder, prefix, number = save.path.parent, save.path.name.rpartition("-")[0], number_of(save.path)
         checkpoint.prune(folder, number, save.keep, prefix)

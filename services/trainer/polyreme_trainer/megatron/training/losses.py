@@ -19,7 +19,6 @@ from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_of
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine
-from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.algorithms.objective import StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss
@@ -106,36 +105,7 @@ class CriticLoss:
     def __call__(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor, Metrics]:
         tokens, returns = self.of.tokens, self.of.advantages.returns
         assert returns is not None and tokens.values is not None
-        behaviour = batch.take(tokens.behaviour)
-        inputs = LossInputs(
-            logprobs=behaviour,
-            old=behaviour,
-            behaviour=behaviour,
-            advantages=batch.take(self.of.advantages.advantages),
-            weight=batch.take(self.weight),
-            sequence=batch.sequence,
-            sequences=len(batch.indices),
-            returns=batch.take(returns),
-            values=batch.take(tokens.values),
-            new_values=values,
-        )
-        return self.of.algorithm.critic_loss(inputs)
-
-
-@dataclass(frozen=True)
-class MixedLoss:
-    """The loss of the supervised rows in an optimizer step of the policy.
-
-    Attributes:
-        tokens: the number of trained tokens of the step's rows.
-        coef: weight of the cross entropy.
-    """
-
-    tokens: int
-    coef: float
-
-    def __call__(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Metrics]:
-        return ptx_loss(logprobs, self.tokens, self.coef)
+        return self.of.algorithm.critic_loss(values, *map(batch.take, (tokens.values, returns, self.weight)))
 
 
 @dataclass(frozen=True)

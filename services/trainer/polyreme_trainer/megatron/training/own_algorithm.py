@@ -19,12 +19,6 @@ from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.own import UserAlgorithm
 
 
-def longest_episode(config: RunConfig) -> int:
-    """The largest number of tokens that the policy may sample in an episode."""
-    answer, environment = config.rollout.max_new_tokens, config.environment
-    return answer if environment is None else min(environment.max_turns * answer, config.rollout.max_model_len)
-
-
 def load_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm of a run.
 
@@ -32,15 +26,17 @@ def load_algorithm(config: RunConfig) -> Algorithm:
         ConfigError: the source differs from the one that the run was configured with, has no usable function, or has a function that
             fails on a synthetic batch.
     """
-    longest, source = longest_episode(config), config.algorithm.source
+    source, turns = config.algorithm.source, 1 if config.environment is None else config.environment.max_turns
+    most = turns * config.rollout.max_new_tokens
+    longest = min(most, config.rollout.max_model_len)
     if source is None:
-        return Algorithm(config.recipe, longest)
+        return Algorithm(config.recipe, longest, most=most)
     code = source.code()
     module = importlib.import_module(source.module) if source.module else load_module(str(source.path), code)
     functions = [getattr(module, name, None) for name in ("advantages", "loss")]
     if not any(map(callable, functions)):
         raise ConfigError(f"a function `advantages` or `loss` in {source.path}", "neither", "Define one of them, or both.")
-    algorithm = UserAlgorithm(config.recipe, longest, str(source.path), *functions)
+    algorithm = UserAlgorithm(config.recipe, longest, str(source.path), *functions, most=most)
     run_on_synthetic_batch(algorithm, source, config.group_size)
     return algorithm
 

@@ -16,10 +16,11 @@ from polyreme.experience.record_codec import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
+from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.megatron.batches.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import PARTS, Iteration, Trained, episodes_of, fresh_sequences
-from polyreme_trainer.megatron.training.losses import IterationLosses, MixedLoss, over_ranks
+from polyreme_trainer.megatron.training.losses import IterationLosses, over_ranks
 from polyreme_trainer.megatron.training.replay import mismatch
 from polyreme_trainer.megatron.training.roles import AnyRole, LossTerm, everything
 
@@ -146,10 +147,16 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
 
 def mixed_terms(batch: Iteration, number: int, models: Models) -> list[LossTerm[Metrics]]:
     """The supervised rows of optimizer step `number`, counted from 0."""
-    return [
-        LossTerm(rows, everything(rows), MixedLoss(int(rows.trained.sum()), batch.ptx_coef), models.supervised_logprobs)
-        for rows in batch.mixed[number : number + 1]
-    ]
+
+    def term(rows: Sequences) -> LossTerm[Metrics]:
+        tokens = int(rows.trained.sum())
+
+        def loss(_: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Metrics]:
+            return ptx_loss(logprobs, tokens, batch.ptx_coef)
+
+        return LossTerm(rows, everything(rows), loss, models.supervised_logprobs)
+
+    return [term(rows) for rows in batch.mixed[number : number + 1]]
 
 
 def step_means(sums: dict[str, tuple[float, float]], steps: int) -> dict[str, tuple[float, float]]:

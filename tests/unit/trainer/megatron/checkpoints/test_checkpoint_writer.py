@@ -1,7 +1,9 @@
 """Saves in the background on files only: failures, deadlines, other writers and what a kill leaves. tests/integration has real roles."""
 
 import errno
+import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -119,6 +121,22 @@ def test_a_full_disk_is_an_error_that_names_the_file(
     assert numbers(tmp_path) == [4] and unfinished(tmp_path) == []
     save(CheckpointWriter(writer._ranks), tmp_path, 8)
     assert numbers(tmp_path) == [4, 8]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS, where a file that another process has open keeps its directory. The next save removes it."""
+
+    def in_use(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as held:
+        held.setattr(shutil, "rmtree", in_use)
+        assert save(writer, tmp_path, 2, 4, 6).oldest == 2
+    assert "iteration-000002" in caplog.text and os.strerror(errno.ENOTEMPTY) in caplog.text
+    assert save(writer, tmp_path, 8).oldest == 6 and numbers(tmp_path) == [6, 8]
 
 
 def test_an_export_that_fails_leaves_no_checkpoint_without_one(writer: CheckpointWriter, tmp_path: Path) -> None:

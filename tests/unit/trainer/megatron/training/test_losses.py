@@ -1,5 +1,6 @@
 """The losses of an optimizer step do not depend on the split into micro-batches and data ranks."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from polyreme_trainer.megatron.batches.batch import supervised
 from polyreme_trainer.megatron.batches.samples import collect
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import Iteration
-from polyreme_trainer.megatron.training.losses import IterationLosses, MixedLoss
-from polyreme_trainer.megatron.training.roles import LossTerm, Role, everything
+from polyreme_trainer.megatron.training.losses import IterationLosses
+from polyreme_trainer.megatron.training.roles import LossTerm, Role
+from polyreme_trainer.megatron.training.step import mixed_terms
 from support.table_model import Table
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
@@ -31,8 +33,7 @@ def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:
         for x, mask, score in zip(ids, masks, (0.0, 1.0, 0.3, 0.7), strict=True)
     ]
     sequences, tokens = collect([GroupRecord(0, 1, ids[0], samples)])
-    rows = supervised(ids, masks)
-    batch = Iteration(2, sequences, tokens, [np.arange(4)], AlgorithmState(), 1e-3)
+    batch = Iteration(2, sequences, tokens, [np.arange(4)], AlgorithmState(), 1e-3, mixed=[supervised(ids, masks)], ptx_coef=0.7)
     advantages, total = ALGORITHM.advantages(tokens), torch.zeros(9, dtype=torch.float64)
     for shard in shards:
         model: Any = Table()
@@ -40,7 +41,7 @@ def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:
         actor.optimizer = model
         every = np.arange(4)
         policy = LossTerm(sequences, every, IterationLosses(batch, ALGORITHM, tokens, advantages).policy(every))
-        actor.forward_backward(policy, LossTerm(rows, everything(rows), MixedLoss(int(rows.trained.sum()), 0.7)))
+        actor.forward_backward(policy, *mixed_terms(batch, 0, SimpleNamespace(supervised_logprobs=None)))
         total += torch.zeros(9) if model.table.grad is None else model.table.grad
     return total
 

@@ -10,7 +10,7 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.checks import _check_functions
-from polyreme_trainer.megatron.training.own_algorithm import load_algorithm, longest_episode, synthetic_batch
+from polyreme_trainer.megatron.training.own_algorithm import load_algorithm, synthetic_batch
 from support.configs import ALGORITHM, run_config
 
 LOSS = "def loss(inputs):\n    return {}\n"
@@ -25,10 +25,12 @@ def loaded(folder: Path, code: str, **algorithm: Any) -> Any:
 
 def test_an_episode_of_several_turns_may_be_longer_than_an_answer(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    assert longest_episode(config) == config.rollout.max_new_tokens
-    environment = EnvironmentConfig(file=tmp_path / "environment.py", max_turns=2)
-    played = run_config(tmp_path, reward=None, environment=environment)
-    assert longest_episode(played) == min(2 * config.rollout.max_new_tokens, config.rollout.max_model_len)
+    answer, context = config.rollout.max_new_tokens, config.rollout.max_model_len
+    single = load_algorithm(config)
+    assert (single.longest, single.most) == (answer, answer)
+    environment = EnvironmentConfig(file=tmp_path / "environment.py", max_turns=9)
+    played = load_algorithm(run_config(tmp_path, reward=None, environment=environment))
+    assert (played.longest, played.most) == (min(9 * answer, context), 9 * answer)
 
 
 def test_a_function_replaces_the_recipe_s_own_and_all_else_stays(tmp_path: Path) -> None:
