@@ -9,9 +9,9 @@ import pyarrow.json
 import pyarrow.parquet
 import pytest
 
+from polyreme.hub.simulated_hub import SimulatedHub
 from support import guide
 from support.published import published_config
-from support.simulated_hub import SimulatedHub
 from support.tiny_tokenizer import model_files
 
 CARD = b"""---

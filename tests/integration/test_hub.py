@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from polyreme.config.load import load_any
-from support.simulated_hub import SimulatedHub
+from polyreme.hub.simulated_hub import SimulatedHub
 from support.whole_run import make_task
 
 CARD = b"""---
