@@ -116,7 +116,7 @@ def _tables(
     """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading.
 
     Args:
-        seen: the heading of each section's table, to which another place of the section refers: the first of the shallowest places.
+        seen: the heading of each section's table, to which its other places refer: the first of the shallowest places.
     """
     heading = _heading(place, suffix, variant)
     yield f"\n## {heading}\n\n"

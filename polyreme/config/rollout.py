@@ -11,7 +11,7 @@ from polyreme.config.section import Operational, Section
 
 
 class NgramConfig(Section):
-    """Speculative decoding without a second model: proposes the tokens that followed the same n-gram earlier in prompt or response."""
+    """Speculative decoding without a second model: proposes the tokens after the same n-gram earlier in prompt or response."""
 
     method: Literal["ngram"] = Field("ngram", description="How tokens are proposed.")
     tokens: int = Field(3, ge=1, le=16, description="Number of tokens that are proposed and then verified in one step.")

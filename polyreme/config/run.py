@@ -340,7 +340,7 @@ class RunConfig(BaseConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens that are trained on together: a prompt and a response, or with an environment a conversation."""
+        """The most tokens that are trained on together: a prompt and a response, or with an environment a conversation."""
         return self.rollout.max_model_len if self.environment else self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     def evaluates(self, version: int) -> bool:
@@ -375,9 +375,9 @@ class RunConfig(BaseConfig):
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and with `renew_interval`, the
-        reference has the adapters merged into its weights, so it is a separate frozen model. A resume is refused when the checkpoint has
-        adapters and only one of the checkpoint and the configuration has a warm start."""
+        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and with
+        `renew_interval`, the reference has the adapters merged into its weights, so it is a separate frozen model. A resume is
+        refused when the checkpoint has adapters and only one of the checkpoint and the configuration has a warm start."""
         kl = self.recipe.kl
         return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
 

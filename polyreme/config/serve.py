@@ -68,7 +68,7 @@ class ServeSampler(Section):
 
 
 class ServeAgents(Section):
-    """Session addresses: agents with an OpenAI or Anthropic client sample from a model, and its client reads their exact tokens."""
+    """Session addresses: agents with an OpenAI or Anthropic client sample from a model, whose client reads their exact tokens."""
 
     port: Operational[int] = Field(8451, ge=0, le=65535, description="Port of the session address, on `host`. 0: a free one.")
     url: Operational[str | None] = Field(

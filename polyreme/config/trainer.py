@@ -86,7 +86,7 @@ class ParallelConfig(Section):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold each weight, without regard to expert ranks: data ranks x context ranks. They share the optimizer's state."""
+        """How many ranks hold each weight, ignoring expert ranks: data x context ranks. They share the optimizer's state."""
         return self.data * self.context
 
     @property
@@ -172,7 +172,7 @@ SAVE_MINUTES_KEY = (
 
 
 def save_seconds(interval: int, minutes: float | None) -> float:
-    """Seconds between a checkpoint and the next one, from the keys `save_interval` and `save_minutes`; 0: no checkpoint by time."""
+    """Seconds between a checkpoint and the next, from the keys `save_interval` and `save_minutes`; 0: no checkpoint by time."""
     if minutes is None:
         return 0.0 if interval else 60 * SAVE_MINUTES
     return 60 * minutes

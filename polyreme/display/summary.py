@@ -1,7 +1,7 @@
 """The run summary that is printed before training starts.
 
-Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json, and
-with an own algorithm, of its source.
+Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json,
+and with an own algorithm, of its source.
 """
 
 from collections.abc import Iterable, Sequence

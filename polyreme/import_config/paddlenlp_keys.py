@@ -1,6 +1,6 @@
 """The fate of each of PaddleNLP's keys, and its batch arithmetic: prompts, samples, optimizer steps and iterations.
 
-`PPOTrainer.train` adds 1 to its global step at each optimizer step, and `max_steps`, `save_steps`, `eval_steps` and the schedule count these.
+Each optimizer step of `PPOTrainer.train` is a global step, which `max_steps`, `save_steps`, `eval_steps` and the schedule count.
 
 Invariant: a pattern with `*` says "no effect on training" only where that is true of every key below it.
 """

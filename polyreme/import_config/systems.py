@@ -29,7 +29,7 @@ _PREPARED = {
 }
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
 _REQUIRED = {"model.path": "FILL_IN/model", "data.train": "FILL_IN/data"}
-"""What a run needs and a configuration may leave to its script, with a path that the user must replace: the run does not start without it."""
+"""What a run needs and a configuration may leave to its script, with a path for the user to replace: without it no run starts."""
 _PLACEHOLDER = 100
 """Iterations of a run whose file has a number of passes over data of unknown length."""
 

@@ -1,4 +1,4 @@
-"""TRL: the YAML file, command line or Python script of a GRPO or RLOO trainer, whose keys are those of GRPOConfig, RLOOConfig and ScriptArguments.
+"""TRL: the YAML file, command line or Python script for GRPO or RLOO, with keys of GRPOConfig, RLOOConfig and ScriptArguments.
 
 Invariant: the table below is the only place that knows the fate of TRL's keys.
 """

@@ -104,7 +104,7 @@ def with_password(url: str, password: str) -> str:
 
 
 def split(url: str) -> SplitResult:
-    """The parts of a Redis URL with a valid port. Raises StoreError, which quotes no part, because any may belong to a password."""
+    """The parts of a Redis URL with a valid port. Raises StoreError, which quotes no part, since any may belong to a password."""
     try:
         parts, _ = (found := urlsplit(url)), found.port
     except ValueError:

@@ -1,8 +1,8 @@
 """The page's HTTP interface, below /ui.
 
-Invariant: /ui and its static files contain no data of a run and are served without the token. Everything below /ui/api requires it if
-the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads. Only
-tags and notes are written, for local pages (see `notes`).
+Invariant: /ui and its static files contain no data of a run and are served without the token. Everything below /ui/api requires
+it if the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads.
+Only tags and notes are written, for local pages (see `notes`).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Whether a run has learned, from its records, and why it may not have.
 
-Invariant: a pure function of the records, in bounded memory. It claims that nothing was learned only if neither the rewards of training nor
-the evaluations have risen by more than their noise.
+Invariant: a pure function of the records, in bounded memory. It claims that nothing was learned only if neither the rewards of
+training nor the evaluations have risen by more than their noise.
 """
 
 import math
@@ -53,7 +53,7 @@ class Learning:
         self.distils = self.distils or "actor/teacher_kl" in metrics
 
     def findings(self, evaluations: Mapping[int, float], newest: Evaluation | None) -> list[str]:
-        """That nothing was learned, then what may be the cause, each as a sentence; empty when something was, or too early to say.
+        """That nothing was learned, then what may be the cause, each as a sentence; empty if something was, or too early to say.
 
         Args:
             evaluations: result by version.

@@ -1,7 +1,7 @@
 """The manifest of a version's bytes: names, dtypes, shapes and offsets. Pure.
 
-Invariant: every manifest is consistent. Names are unique, every tensor lies inside the part at an aligned offset, tensors do not overlap,
-and an alias refers to a tensor of the same dtype and shape with bytes of its own.
+Invariant: every manifest is consistent. Names are unique, every tensor lies inside the part at an aligned offset, tensors do not
+overlap, and an alias refers to a tensor of the same dtype and shape with bytes of its own.
 """
 
 import math
@@ -132,7 +132,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RemotePart:
-    """A part of a version on another machine of the learner: its sealed manifest, and the host:port of that machine's part server."""
+    """A part of a version on another machine of the learner: its sealed manifest, and host:port of that machine's part server."""
 
     manifest: Manifest
     address: str

@@ -1,7 +1,7 @@
 """`polyreme up`: runs all processes of a run on this machine, in the foreground or detached.
 
-Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves. A
-second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
+Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and
+saves. A second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
 A detached run's foreground process ends when the background process announces that it runs, or with its status and message.
 """
 
@@ -110,7 +110,7 @@ async def train(
 
 
 def _online_lines(config: RunConfig) -> list[str]:
-    """Where a product opens sessions. Sets the variable with its key for the services, from RUN_DIR/online/key unless it is set."""
+    """Where a product opens sessions. Sets the variable of its key for the services, from RUN_DIR/online/key unless it is set."""
     online = config.environment.online if config.environment else None
     if online is None:
         return []

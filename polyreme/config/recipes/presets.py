@@ -1,7 +1,7 @@
 """Named algorithms, and the resolution of a name and overrides to a recipe.
 
-Invariant: an override changes the overridden parameters of a preset's recipe and nothing else. A primitive that is replaced by one of
-another kind starts from the defaults of that kind.
+Invariant: an override changes the overridden parameters of a preset's recipe and nothing else. A primitive that is replaced by
+one of another kind starts from the defaults of that kind.
 """
 
 import difflib
@@ -82,8 +82,8 @@ SEQUENCE_PRESETS = frozenset({"gspo"})
 """Presets that are defined by one ratio per response. With a ratio per token they would be another algorithm."""
 
 STANDARD_CORRECTION: tuple[Correction, ...] = (TokenTis(cap=2.0),)
-"""Default correction when engine and learner round differently (bfloat16) or samples are stale. A geometric mask in addition would drop
-most samples of an asynchronous run, whose policies differ by more than rounding."""
+"""Default correction when engine and learner round differently (bfloat16) or samples are stale. A geometric mask in addition
+would drop most samples of an asynchronous run, whose policies differ by more than rounding."""
 
 
 def resolve(preset: str, overrides: Mapping[str, object]) -> Recipe:

@@ -31,7 +31,7 @@ class Estimator(Primitive):
         learns_from_equal: it may learn from a group whose scores are all equal.
         reads_score: it reads the score, so that shaping and a KL penalty in the reward have an effect.
         admits_greedy: a group may have greedy samples among the others.
-        needs_critic, needs_parts, needs_greedy: it needs the values of a critic, the parts of the reward, a greedy sample of each prompt.
+        needs_critic, needs_parts, needs_greedy: it needs a critic's values, the reward's parts, a greedy sample of each prompt.
     """
 
     kind: str

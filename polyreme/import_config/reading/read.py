@@ -1,7 +1,7 @@
 """Reads configuration files of other systems: YAML, JSON, and shell scripts with a command line.
 
 Invariant: the result has the file's plain values by dotted key. What the file leaves open is `Unresolved`. Nothing is executed. A
-configuration of a system that is recognised and not imported is refused with what to do instead, and never read as one of another system.
+configuration of a system recognised but not imported is refused with what to do instead, and never read as another system's.
 """
 
 import re
@@ -125,7 +125,7 @@ def _options(launch: Launch) -> Mapping[str, object]:
 
 
 def _with_config(values: dict[str, object], path: Path) -> list[tuple[str, str]]:
-    """Adds the values of the YAML file that `--config` or hydra's `--config-name` names. The command line has priority. Returns what must be said."""
+    """Adds values of the YAML file of `--config` or hydra's `--config-name`. The command line wins. Returns what must be said."""
     named, file = values.pop("config", None), None
     if isinstance(named, str):
         file = _find(named, path)

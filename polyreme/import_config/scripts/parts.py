@@ -1,4 +1,4 @@
-"""The arguments of a trainer that are objects in a Python program: model, data, adapters and rewards, under the keys of TRL's command line.
+"""A trainer's arguments that are objects in a Python program: model, data, adapters and rewards, under TRL's command-line keys.
 
 Invariant: what an object says is in the values, and what cannot be known is in the notes, each with its line.
 """

@@ -1,6 +1,6 @@
 """The reward functions of a Python program's trainer: names of TRL's, modules, models, and functions that the script defines.
 
-Invariant: every reward is in the values in the order of its weight. A function of the script is never mistaken for TRL's of the same name.
+Invariant: every reward is in the values in the order of its weight. A script's function is never mistaken for TRL's of that name.
 """
 
 import ast

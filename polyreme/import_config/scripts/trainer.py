@@ -1,7 +1,7 @@
 """A Python program with TRL's GRPOTrainer or RLOOTrainer, read as the values of TRL's command line.
 
-Invariant: each argument of the trainer and of its configuration is in the values or in the notes. A program whose configuration comes from a
-command line, or of another trainer, is refused with what to do. Nothing is executed.
+Invariant: each argument of the trainer and of its configuration is in the values or in the notes. A program whose configuration
+comes from a command line, or of another trainer, is refused with what to do. Nothing is executed.
 """
 
 import ast

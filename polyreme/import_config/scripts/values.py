@@ -1,7 +1,7 @@
 """The values of a Python program's expressions, as far as they are known without running it.
 
-Invariant: a value is the one that the program has when it starts without arguments and without variables of the environment. Anything else
-raises `Open`. Pure.
+Invariant: a value is the one that the program has when it starts without arguments and without variables of the environment.
+Anything else raises `Open`. Pure.
 """
 
 import ast
@@ -56,7 +56,7 @@ class Values:
     """
 
     def __init__(self, program: ScriptProgram, field_of: "Callable[[Values, ast.Attribute], ast.expr]"):
-        """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; it raises Open."""
+        """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; raises Open."""
         self._field_of = field_of
         self.program = program
         self.defaults: dict[str, object] = {}

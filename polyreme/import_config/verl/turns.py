@@ -46,7 +46,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
 
 
 def _turns(values: Values) -> tuple[int | None, str]:
-    """Answers of an episode. verl ends after an answer if there are as many answers, or as many messages of the user or of tools."""
+    """Answers of an episode. verl ends after an answer if there are as many answers, or as many messages of the user or tools."""
     answers, messages = values.get(BOUNDS[0]) or values.get(BOUNDS[2]), values.get(BOUNDS[1])
     bounds: list[int | None] = [answers, messages and messages + 1]
     given = [bound for bound in bounds if bound]

@@ -1,10 +1,10 @@
 """The filter of system calls for untrusted programs.
 
-Invariant: independently of other isolation, a program stays one process, cannot reach another one, and has no memory that RLIMIT_DATA
-does not count.
+Invariant: independently of other isolation, a program stays one process, cannot reach another one, and has no memory that
+RLIMIT_DATA does not count.
 
-A refused call fails with EPERM and does not end the program. clone3 fails with ENOSYS, so that libraries fall back to clone, whose flags a
-filter can inspect. `assemble` encodes the filter in classic BPF, the kernel's format (linux/filter.h, linux/seccomp.h).
+A refused call fails with EPERM and does not end the program. clone3 fails with ENOSYS, so libraries fall back to clone, whose
+flags a filter can inspect. `assemble` encodes the filter in classic BPF, the kernel's format (linux/filter.h, linux/seccomp.h).
 """
 
 import errno
@@ -95,8 +95,8 @@ def filter_of(attributes: bool, pid: int | None = None, machine: str = platform.
 
     Args:
         attributes: whether to allow changes of file attributes. Safe only if the program sees no files but its own.
-        pid: process id of the program if it shares a PID namespace with others; it may then signal only itself. None: it has its own
-            namespace.
+        pid: process id of the program if it shares a PID namespace with others; it may then signal only itself. None: it has its
+            own namespace.
         machine: the architecture, as `platform.machine` names it.
 
     Returns:
@@ -119,7 +119,7 @@ def filter_of(attributes: bool, pid: int | None = None, machine: str = platform.
 
 
 def assemble(never: _Numbers, rules: Iterable[_Rule], machine: str) -> bytes:
-    """A filter that refuses the calls in `never` and those that match `rules`, kills programs of another architecture, and allows the rest."""
+    """A filter that refuses calls that `never` or `rules` match, kills programs of another architecture, and allows the rest."""
     column, arch = _MACHINES[machine]
     refuse = _ERRNO | errno.EPERM
     code = [(_LOAD, 0, 0, _ARCH_AT), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER_AT)]

@@ -23,8 +23,8 @@ ORDERS = {
     "-advantage": "advantage DESC, step DESC",
     "logprob": "logprob, step DESC",
 }
-"""The orders of a list of samples; with the prefix "-", descending. prompts: one sample of each prompt, then a second one of each, and so
-on."""
+"""The orders of a list of samples; with the prefix "-", descending. prompts: one sample of each prompt, then a second one of
+each, and so on."""
 
 _FIELDS = (
     's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens, s.finish,'

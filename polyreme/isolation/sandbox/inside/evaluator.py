@@ -1,9 +1,9 @@
 """The trusted side of an assertion: runs the test in a process that the program cannot access.
 
-Invariant: every comparison of the test happens here, on values of exact built-in types. The program only decides what its own functions
-and objects return. An object that is not a plain value is a `Remote`: it can be called, indexed and iterated, but comparing it fails the
-test, whatever its `__eq__` returns. A name is looked up in the test, Python's builtins and the TRUSTED modules before the program, so a
-program cannot replace `abs` or `all`.
+Invariant: every comparison of the test happens here, on values of exact built-in types. The program only decides what its own
+functions and objects return. An object that is not a plain value is a `Remote`: it can be called, indexed and iterated, but
+comparing it fails the test, whatever its `__eq__` returns. A name is looked up in the test, Python's builtins and the TRUSTED
+modules before the program, so a program cannot replace `abs` or `all`.
 """
 
 import builtins
@@ -49,7 +49,7 @@ class _Program:
         return message
 
     def get(self, name: str) -> Any:
-        """The program's value of a name. A standard library object that it imported under its own name is taken from the library here."""
+        """The program's value of a name. A standard library object imported under its own name is taken from the library here."""
         reply = self._ask({"get": name})
         if "library" in reply:
             module, attribute = reply["library"]
