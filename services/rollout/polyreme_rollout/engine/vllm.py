@@ -317,7 +317,7 @@ def _do_nothing() -> None:
 
 
 def _prepare_environment(config: RunConfig) -> None:
-    """Sets the variables that vLLM and torch read when they are imported, here and in forked processes, and removes all others of theirs."""
+    """Sets the variables that vLLM and torch read at their import, here and in forked processes, and removes all their others."""
     if unwanted := foreign(os.environ):
         logger.warning("not passed to the engine: %s (name in %s what it needs)", ", ".join(unwanted), PASSED)
     host = loopback()

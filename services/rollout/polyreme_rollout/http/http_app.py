@@ -1,8 +1,8 @@
 """A replica's HTTP application: /health, /ready, /metrics, and the engine's OpenAI-compatible /v1.
 
 Invariant: /v1 answers from a served policy version or not at all, never from the initial random weights, and each reply names
-that version. A chat is rendered as in training (see `ChatRequests`). The engine salts its requests, so that they share no cached prefix
-with an earlier policy.
+that version. A chat is rendered as in training (see `ChatRequests`). The engine salts its requests, so that they share no cached
+prefix with an earlier policy.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def make_app(
         ready: whether a version is served.
         version: waits for a running swap to end and returns the served version.
         metrics: the content of /metrics.
-        openai: creates the application of /v1. Called at the first request to /v1 or /openapi.json, because its imports take seconds.
+        openai: creates the /v1 application. Called at the first request to /v1 or /openapi.json, since its imports take seconds.
     """
     own = _own_app(healthy, ready, metrics)
     lock = asyncio.Lock()
@@ -93,8 +93,8 @@ def _status(good: bool, otherwise: str) -> Response:
 
 
 class ChatRequests:
-    """An ASGI middleware around an OpenAI-compatible application: a message of a request has the tokens that the same message of a data row
-    has. A request that cannot be read is passed on: the application refuses it."""
+    """An ASGI middleware around an OpenAI-compatible application: a message of a request has the tokens that the same message of
+    a data row has. A request that cannot be read is passed on: the application refuses it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -135,8 +135,8 @@ class _Replayed:
 def rewritten(body: bytes) -> bytes:
     """The body of a chat request for the engine's application. A body without a list of messages is returned unchanged.
 
-    Tools reach the template as the request has them, where the application would reorder and fill their fields. Without a `tool_choice` it is
-    `none`: the reply has the policy's text, and no parser reads calls from it.
+    Tools reach the template as the request has them, where the application would reorder and fill their fields. Without a
+    `tool_choice` it is `none`: the reply has the policy's text, and no parser reads calls from it.
 
     Raises:
         DataError: a message has no text, or another part than text; or a tool or a call cannot be read, or is too deep.
@@ -162,7 +162,7 @@ def rewritten(body: bytes) -> bytes:
 
 
 def _messages(chat: Chat) -> list[dict[str, object]]:
-    """The messages as the application's schema has them: arguments are JSON text, which it reads again, and every call has an id."""
+    """The messages in the application's schema: arguments are JSON text, which it reads again, and every call has an id."""
     return [
         message
         if "tool_calls" not in message
