@@ -1,6 +1,6 @@
 """The reward service's check before a run starts: sources, options, and the columns that rewards need.
 
-Invariant: the check reads a user's reward but never runs it, and its work is bounded: it reads only the first rows of a long file.
+Invariant: the check reads but never runs a user's reward, and its work is bounded: it reads only the first rows of a long file.
 """
 
 import ast
@@ -187,7 +187,7 @@ def _has(fields: Mapping[str, object], need: Need, data: DataConfig) -> bool:
 
 
 def stand_in(code: str, where: str, name: str | None) -> Callable[..., object] | None:
-    """A function with the name and parameters of the reward function in a module's source, which is parsed and never run. It must not be called.
+    """A function with the name and parameters of a module's reward function, whose source is only parsed. It must not be called.
 
     Args:
         code: the module's text.

@@ -1,7 +1,7 @@
 """The signatures of reward functions, recognised by their parameter names.
 
-Invariant: a function is called with exactly the parameters that it has. A function that fits no signature is refused when it is loaded,
-not at the first item.
+Invariant: a function is called with exactly the parameters that it has. A function that fits no signature is refused when it is
+loaded, not at the first item.
 
 | convention | parameters                                                          | one call is | texts                  |
 |------------|---------------------------------------------------------------------|-------------|------------------------|
@@ -12,9 +12,9 @@ not at the first item.
 | openrlhf   | queries[, prompts][, labels]                                        | a list      | with special tokens    |
 | trl        | completions[, completion_ids][, prompts][, trainer_state, log_*][, dataset columns] | a list | without special tokens |
 
-Lists have one element, since items are isolated from each other. The reward's `options` supply further parameters. `prompt` is plain text,
-and `templated_prompt` is the text that the model saw. As in the original systems, PaddleNLP's `query` and OpenRLHF's `queries` and
-`prompts` include the template, and TRL's `prompts` do not.
+Lists have one element, since items are isolated from each other. The reward's `options` supply further parameters. `prompt` is
+plain text, and `templated_prompt` is the text that the model saw. As in the original systems, PaddleNLP's `query` and OpenRLHF's
+`queries` and `prompts` include the template, and TRL's `prompts` do not.
 """
 
 import inspect

@@ -68,12 +68,12 @@ _WINDOW = 100  # characters after "answer" that may contain the choice
 def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     r"""1 if the response chooses the label's letter (multiple choice), else 0.
 
-    The choice is the first letter of the last \boxed{...}. Without a box, it is the first capital letter after the last "answer" or
-    "Answer:" that has one (the "I" of "I think" counts only when no other letter follows), or a lower-case letter in brackets or at the
-    end. The word for answer may be of another language, and characters of other scripts may stand beside the letter. Otherwise it is a
-    response that consists of the letter alone, with or without brackets, or of one option with its text: "A. Paris". A later correction
-    ("no, B") replaces the choice. A letter after "not" does not count, two letters are not a choice, and text in <think>...</think> does
-    not count.
+    The choice is the first letter of the last \boxed{...}. Without a box, it is the first capital letter after the last "answer"
+    or "Answer:" that has one (the "I" of "I think" counts only when no other letter follows), or a lower-case letter in brackets
+    or at the end. The word for answer may be of another language, and characters of other scripts may stand beside the letter.
+    Otherwise it is a response that consists of the letter alone, with or without brackets, or of one option with its text: "A.
+    Paris". A later correction ("no, B") replaces the choice. A letter after "not" does not count, two letters are not a choice,
+    and text in <think>...</think> does not count.
 
     Args:
         letters: the options, in capital letters.

@@ -54,8 +54,8 @@ _SPELLINGS = [
 
 
 def familiar(text: str) -> str:
-    """A formula in the notation that the parser knows: roots with brackets, degrees of functions of angles, sets by a condition, the integers
-    as range of a parameter behind the formula, vectors with a hat or an arrow, matrices as nested lists."""
+    """A formula in the notation that the parser knows: roots with brackets, degrees of functions of angles, sets by a condition,
+    the integers as range of a parameter behind the formula, vectors with a hat or an arrow, matrices as nested lists."""
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     text = _RANGE.sub("", _radicals(text))

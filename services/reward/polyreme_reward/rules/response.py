@@ -1,6 +1,6 @@
 r"""Finds the answer in a response.
 
-Invariant: text in <think>...</think> is never an answer, a later answer replaces an earlier one, and the time is linear in the text.
+Invariant: text in <think>...</think> is never an answer, a later answer replaces an earlier one, and time is linear in the text.
 """
 
 import re
@@ -62,8 +62,8 @@ def between(text: str, after: str | None, before: str | None) -> str | None:
 
 
 def answer_text(item: Item, after: str | None, before: str | None) -> str | None:
-    """The response between the markers, without its thoughts and without GSM8K's calculations (<<9*2=18>>18). None when a marker is
-    absent or a thought is not closed."""
+    """The response between the markers, without its thoughts and without GSM8K's calculations (<<9*2=18>>18). None when a marker
+    is absent or a thought is not closed."""
     text = _without_thoughts(item)
     if text is not None:
         text = between(text, after, before)
@@ -73,8 +73,8 @@ def answer_text(item: Item, after: str | None, before: str | None) -> str | None
 def marked(text: str, words: bool = False) -> str | None:
     r"""The answer that the text marks as such, or None. '' when the last box is incomplete.
 
-    The last \boxed{...} has priority (boxes that are joined by a comma or "and" are one answer), then the text after the last "####",
-    then the sentence of the last "answer is" or "answer:". A later correction ("no, 42") replaces the answer.
+    The last \boxed{...} has priority (boxes that are joined by a comma or "and" are one answer), then the text after the last
+    "####", then the sentence of the last "answer is" or "answer:". A later correction ("no, 42") replaces the answer.
 
     Args:
         text: the result of `answer_text`.

@@ -1,7 +1,7 @@
 r"""Which left sides of an equation only name the value on the right.
 
-Invariant: a left side is dropped only if it is a name (a symbol, a function's value, words) or has no variables. Every other equation
-states a relation, so its right side alone is not its meaning: x - 2y + 3 = 0 is not 0.
+Invariant: a left side is dropped only if it is a name (a symbol, a function's value, words) or has no variables. Every other
+equation states a relation, so its right side alone is not its meaning: x - 2y + 3 = 0 is not 0.
 """
 
 import re
@@ -76,7 +76,7 @@ def parts(text: str) -> list[str]:
 
 
 def states_relation(before: str) -> bool:
-    """Whether a number in prose is one side of an equation with variables, or a part of an expression. `before` is the text before it."""
+    """Whether a number in prose is one side of an equation with variables, or part of an expression. `before`: text before it."""
     if _ARGUMENT.search(before) or (_BOUND.search(before) and not _TAG.search(before)):
         return True
     before = before[-_LONGEST:].rstrip(" $({\\")
