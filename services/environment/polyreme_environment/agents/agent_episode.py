@@ -1,8 +1,8 @@
 """One run of an agent in a session.
 
-Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound, and the turns
-that are still sampled then, the agent has `step_timeout` seconds to give its reward. While turns are sampled, the caller keeps the episode's
-time; else this module does.
+Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound,
+and the turns that are still sampled then, the agent has `step_timeout` seconds to give its reward. While turns are sampled, the
+caller keeps the episode's time; else this module does.
 """
 
 import asyncio

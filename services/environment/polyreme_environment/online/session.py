@@ -1,8 +1,8 @@
 """A session of a running product, which is in the log between any two of its requests.
 
-Invariant: a turn is in the log before its reply, or the end of its stream, is sent, so a reply that was lost, even with its server, is repeated by any
-other one. A stream that is closed before leaves no turn. Requests of a session at one server are answered one after the other; the log refuses a
-turn of another server that came meanwhile.
+Invariant: a turn is in the log before its reply, or the end of its stream, is sent, so a reply that was lost, even with its
+server, is repeated by any other one. A stream that is closed before leaves no turn. Requests of a session at one server are
+answered one after the other; the log refuses a turn of another server that came meanwhile.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ async def _take(
     part: PartialTurn | None,
     number: int,
 ) -> None:
-    """Stores the answer to a request as turn `number` of a session that is kept, then gives it. `part`: what was told of it before."""
+    """Stores the answer to a request as turn `number` of a kept session, then gives it. `part`: what was told of it before."""
     if answer.refused:
         session.refused(asked.number, answer.refused, over=answer.over)
         return

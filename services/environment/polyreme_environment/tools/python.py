@@ -1,7 +1,7 @@
 """The tool `python`: an interpreter in a sandbox, which lives as long as its episode.
 
-Invariant: code of the policy runs in no process but its own, and none of it runs between two calls. An interpreter ends with its episode,
-or with its worker.
+Invariant: code of the policy runs in no process but its own, and none of it runs between two calls. An interpreter ends with its
+episode, or with its worker.
 """
 
 import resource
