@@ -108,7 +108,7 @@ class Store(Redis):
                         return await super().execute_command(*args, **options)
                 finally:
                     if task and task.cancelling() > cancels:
-                        # wait_for of Python 3.11, which the client uses, loses a cancellation that arrives as it completes or fails.
+                        # The client's wait_for, of Python 3.11, loses a cancellation that arrives as it completes or fails.
                         raise asyncio.CancelledError
             except exceptions.NoScriptError:
                 raise
@@ -194,7 +194,9 @@ def _client(url: str, seconds: float) -> Store:
     sentinels.sentinels = [_connection(_SentinelClient, each, SENTINEL_PASSWORD, seconds) for each in place.sentinel_urls]
     options: dict[str, object] = {**_connection(Store, place.url, PASSWORD, seconds).connection_pool.connection_kwargs}
     has_tls = urlsplit(place.url).scheme == "rediss"
-    client: Store = Store.from_pool(SentinelConnectionPool(place.name, sentinels, ssl=has_tls, **options))  # type: ignore[assignment]
+    client: Store = Store.from_pool(  # type: ignore[assignment]
+        SentinelConnectionPool(place.name, sentinels, ssl=has_tls, **options)
+    )
     client.sentinels = sentinels
     return client
 

@@ -144,5 +144,8 @@ def _explained(what: str, name: str, revision: str | None, key: str) -> Iterator
     except (HfHubHTTPError, OSError, ValueError) as error:
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
         found = "offline mode (HF_HUB_OFFLINE), and not in the cache" if offline else f"{type(error).__name__}: {error!s:.300}"
-        advice = f"Fix {key}, or download it where there is a network, with the same HF_HOME (now {huggingface_hub.constants.HF_HOME})."
+        advice = (
+            f"Fix {key}, or download it where there is a network, with the same HF_HOME (now"
+            f" {huggingface_hub.constants.HF_HOME})."
+        )
         raise ConfigError(wanted, found.replace("\n", " "), advice) from error

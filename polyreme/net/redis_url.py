@@ -87,8 +87,8 @@ def exposure(url: str) -> str:
     host = parts.hostname or "localhost"
     who = "user of its machine" if host == "localhost" or is_loopback(host) else "machine that reaches it, and every user there,"
     return (
-        f"the Redis at {join(host, parts.port or 6379)} has no password: every {who} can read the run's samples and change what it trains. "
-        f"Set `requirepass` there and {PASSWORD} here."
+        f"the Redis at {join(host, parts.port or 6379)} has no password: every {who} can read the run's samples and change what "
+        f"it trains. Set `requirepass` there and {PASSWORD} here."
     )
 
 

@@ -86,14 +86,16 @@ async def serve(
     credentials = secure.server_credentials(security) if security else None
     token = secure.token(security) if security else None
     interceptors: list[grpc.aio.ServerInterceptor] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
-    # Few clients connect, and each keeps one connection. The others of what the process can afford are for HTTP and its own files.
+    # Few clients connect, each by one connection. The others that the process can afford are for HTTP and its own files.
     most = max(8, affordable_connections() // 6) if connections is None else connections
     limit = ("grpc.max_allowed_incoming_connections", most)
     server = grpc.aio.server(options=(*SERVER_OPTIONS, limit), interceptors=interceptors)
     checked = checked or ServingHealth(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(checked.servicer, server)
     add(server)
-    reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip
+    reflection.enable_server_reflection(
+        (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
+    )
     try:
         place = join(host, port)
         bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)

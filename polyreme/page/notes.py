@@ -63,7 +63,8 @@ def checked(value: object) -> dict[str, object]:
             if len(tags) <= TAGS and all(len(tag) <= TAG_LENGTH and "," not in tag for tag in tags) and len(note) <= NOTE_LENGTH:
                 return {"tags": tags, "note": note}
     raise ValueError(
-        f"expected at most {TAGS} tags of at most {TAG_LENGTH} characters without commas, and a note of at most {NOTE_LENGTH} characters"
+        f"expected at most {TAGS} tags of at most {TAG_LENGTH} characters without commas, and a note of at most {NOTE_LENGTH}"
+        " characters"
     )
 
 

@@ -105,7 +105,10 @@ def _context_errors(config: RunConfig | StageConfig) -> Iterator[ConfigError]:
     key, longest = "data.max_tokens", config.data.max_tokens if isinstance(config, StageConfig) else 0
     if isinstance(config, RunConfig):
         key, longest = "rollout.max_model_len", config.rollout.max_model_len
-        advice = "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context."
+        advice = (
+            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer"
+            " context."
+        )
     context = context_of(path)
     if context is not None and longest > context:
         yield ConfigError(f"{key} within the model's context of {context} tokens (max_position_embeddings)", str(longest), advice)

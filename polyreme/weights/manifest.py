@@ -14,7 +14,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
-# safetensors dtype names, and the numpy dtype of their views. Types that numpy lacks (BF16, F8) appear as unsigned words of their size.
+# safetensors dtype names, and the numpy dtypes of their views: what numpy lacks (BF16, F8) appears as unsigned words of its size.
 NUMPY_DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {

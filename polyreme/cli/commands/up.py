@@ -101,7 +101,8 @@ async def train(
         if announce:
             pid = os.getpid()
             announce(
-                f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output: up.log"
+                f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output:"
+                " up.log"
             )
         try:
             return await session.run(_stop_signals())
@@ -126,8 +127,8 @@ def open_ports(config: RunConfig, others: Sequence[int]) -> str:
     if not others or (config.security is not None and (config.security.token_env or config.security.mutual)):
         return ""
     return (
-        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and replace "
-        "weights. Set security.token_env"
+        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and "
+        "replace weights. Set security.token_env"
     )
 
 

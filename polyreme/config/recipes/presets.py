@@ -74,7 +74,7 @@ PRESETS: Mapping[str, Recipe] = {
     "opo": Recipe(advantage=LengthWeightedBaseline(), loss=PolicyGradient()),
     # Dong et al. 2023 (arXiv 2304.06767): imitation of what the reward accepts.
     "raft": Recipe(advantage=Positives(), loss=PolicyGradient()),
-    # Agarwal et al. 2023 (arXiv 2306.13649), only on the policy's own samples, with the policy gradient of the reverse KL to the teacher.
+    # Agarwal et al. 2023 (arXiv 2306.13649), only on the policy's samples, by the policy gradient of the reverse KL to a teacher.
     "distillation": Recipe(advantage=Zero(), loss=Clip(), teacher_coef=1.0),
 }
 

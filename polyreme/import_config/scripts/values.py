@@ -12,17 +12,18 @@ from typing import Any
 from polyreme.import_config.scripts.names import Binding, Open, ScriptProgram
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }  # fmt: skip
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
 _FUNCTIONS: dict[str, Callable[..., object]] = {
-    "dict": dict, "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "abs": abs, "round": round,
-    "list": list, "tuple": list,
-    "os.path.join": lambda *parts: "/".join(parts), "os.path.expanduser": str, "os.path.basename": lambda text: text.rpartition("/")[2],
-    "pathlib.Path": lambda *parts: "/".join(parts),
+    "dict": dict, "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "abs": abs,
+    "round": round, "list": list, "tuple": list,
+    "os.path.join": lambda *parts: "/".join(parts), "os.path.expanduser": str,
+    "os.path.basename": lambda text: text.rpartition("/")[2], "pathlib.Path": lambda *parts: "/".join(parts),
 }  # fmt: skip
 _METHODS = frozenset(
     (

@@ -60,9 +60,10 @@ def _off(values: Values) -> str:
 MULTI_TURNS = (
     *part_of("environment.file", ENABLED, LOOP, *CODE),
     *part_of("environment.max_turns", *BOUNDS),
-    *lost("a longer message is a failure here (environment.max_message_chars): cut it in the environment", f"{TURNS}.max_tool_response_length",
-          f"{TURNS}.tool_response_truncate_side", off=_off),
-    *lost("the environment reads the calls in an answer, and answers them", f"{TURNS}.format", f"{TURNS}.max_parallel_calls", off=_off),
+    *lost("a longer message is a failure here (environment.max_message_chars): cut it in the environment",
+          f"{TURNS}.max_tool_response_length", f"{TURNS}.tool_response_truncate_side", off=_off),
+    *lost("the environment reads the calls in an answer, and answers them", f"{TURNS}.format", f"{TURNS}.max_parallel_calls",
+          off=_off),
     *idle("checks of the tokens, which are never encoded again here", f"{TURNS}.tokenization_sanity_check_mode",
           f"{TURNS}.use_inference_chat_template"),
     *idle("evaluation only", f"{TURNS}.num_repeat_rollouts"),

@@ -35,12 +35,13 @@ CREATE TABLE sample (
 CREATE INDEX sample_kind ON sample (kind, step);
 CREATE INDEX sample_step ON sample (step);
 CREATE INDEX sample_prompt ON sample (prompt);
-CREATE TABLE span (step INTEGER, "group" INTEGER, began REAL, generate REAL, score REAL, replicas TEXT, PRIMARY KEY (step, "group"))
+CREATE TABLE span (step INTEGER, "group" INTEGER, began REAL, generate REAL, score REAL, replicas TEXT, \
+PRIMARY KEY (step, "group"))
     WITHOUT ROWID;
 """
 _SAMPLE = (
-    'INSERT OR REPLACE INTO sample (id, kind, step, "group", position, prompt, score, tokens, finish, oldest, newest, replica, advantage,'
-    " logprob, file, start, size, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    'INSERT OR REPLACE INTO sample (id, kind, step, "group", position, prompt, score, tokens, finish, oldest, newest, replica,'
+    " advantage, logprob, file, start, size, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _BUSY_SECONDS = 60.0
 _LINES_AT_ONCE = 500

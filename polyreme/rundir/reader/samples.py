@@ -27,8 +27,8 @@ ORDERS = {
 each, and so on."""
 
 _FIELDS = (
-    's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens, s.finish,'
-    " s.oldest, s.newest, s.replica, s.advantage, s.logprob, s.response"
+    's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens,'
+    " s.finish, s.oldest, s.newest, s.replica, s.advantage, s.logprob, s.response"
 )
 
 

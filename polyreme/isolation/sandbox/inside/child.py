@@ -124,7 +124,7 @@ def _call(job: dict[str, str], result_fd: int) -> None:
     function = namespace.get(job["name"])
     if function is None and "Solution" in namespace:
         function = getattr(namespace["Solution"](), job["name"])  # type: ignore[operator]
-    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # an unknown function is a TypeError, which fails the test
+    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # unknown: a TypeError, which fails the test
     data = json.dumps(value).encode()
     while data:
         data = data[posix.write(result_fd, data) :]

@@ -14,8 +14,8 @@ from typing import Any
 from polyreme.isolation.sandbox.inside import values
 
 TRUSTED = (
-    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
-    "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
+    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
+    "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
 )  # fmt: skip
 _SHORT = {"np": "numpy"}
 
@@ -159,9 +159,9 @@ class Remote:
 
 
 for _name, _operation in {
-    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains", "next": "next",
-    "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index", "abs": "abs",
-    "neg": "neg", "enter": "enter",
+    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains",
+    "next": "next", "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index",
+    "abs": "abs", "neg": "neg", "enter": "enter",
 }.items():  # fmt: skip
     setattr(Remote, f"__{_name}__", _forward(_operation))
 for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
