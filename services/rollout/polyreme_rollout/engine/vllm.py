@@ -293,7 +293,7 @@ class VllmEngine:
             return
         started = time.perf_counter()
         llm, self.llm = self.llm, None
-        # Workers have shared memory to remove. One process has only memory to free, which takes Python a second, and the kernel no time.
+        # Workers have shared memory to remove. One process only has memory to free: for Python a second, for the kernel no time.
         alone = llm.vllm_config.parallel_config.world_size == 1
         if alone:
             logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it warns of a process that it kills

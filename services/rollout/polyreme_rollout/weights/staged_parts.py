@@ -79,7 +79,8 @@ class StagedParts:
         if missing or unknown:
             raise Refusal(
                 "FAILED_PRECONDITION",
-                f"expected the tensors of this replica's model in version {id.version}; missing {_some(missing)}, unknown {_some(unknown)}",
+                f"expected the tensors of this replica's model in version {id.version}; missing {_some(missing)}, unknown"
+                f" {_some(unknown)}",
             )
         return tuple(self._parts[part] for part in range(parts))
 
