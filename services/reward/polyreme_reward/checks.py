@@ -150,8 +150,8 @@ def _check_rows(
             yield DataError(
                 f"a column {columns} in {name_of(sources)}, for the reward {name}",
                 f"{found}; the columns are {', '.join(first)}",
-                "Add the column, set data.label_key to the column with the reference answers, or choose another reward. A function that"
-                " can do without has a default: `label=None`.",
+                "Add the column, set data.label_key to the column with the reference answers, or choose another reward. A"
+                " function that can do without has a default: `label=None`.",
             )
         else:
             yield f"the reward {name} reads the column {columns}: {found} in {name_of(sources)}"

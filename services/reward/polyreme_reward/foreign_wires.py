@@ -125,8 +125,8 @@ def _openrlhf_items(body: OpenRlhfRequest, tokens: SpecialTokens) -> list[Item]:
         response = tokens.response(query, prompt)
         if response is None:
             raise ValueError(
-                f"item {position}: expected a query that starts with its prompt; found {query[:80]!r}. Add tokens that precede the "
-                "prompt to reward.special_tokens, and do not truncate prompts"
+                f"item {position}: expected a query that starts with its prompt; found {query[:80]!r}. Add tokens that precede "
+                "the prompt to reward.special_tokens, and do not truncate prompts"
             )
         items.append(_item(tokens, prompt, response, label_text(label)))
     return items

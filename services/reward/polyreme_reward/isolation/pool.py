@@ -42,7 +42,10 @@ class _Job:
     def shown(self) -> str:
         """What identifies the item in a message."""
         item = Item._make(self.fields)
-        return f"the item has the label {(item.label or '')[:100]!r} and a response of {len(item.response)} characters that ends {item.response[-100:]!r}"
+        return (
+            f"the item has the label {(item.label or '')[:100]!r} and a response of {len(item.response)} characters that ends"
+            f" {item.response[-100:]!r}"
+        )
 
 
 class WorkerPool:

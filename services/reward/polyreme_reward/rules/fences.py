@@ -15,10 +15,10 @@ _LABELLED = re.compile(r"(?:```|~~~)[ \t]*[^`~\s][^`\n]*")
 _QUOTE = re.compile(r"^[ \t]*> ?")
 _PYTHON = re.compile(r"(?:i?python|py|pypy|cpython)[ -]?(?:[23](?:\.\d+)*)?|sage", re.IGNORECASE)
 _OTHER = words(
-    "sh bash zsh shell console terminal powershell cmd bat text txt plaintext plain output stdout stdin input log result results json jsonl"
-    " yaml yml xml html css sql js javascript jsx ts typescript tsx c cpp c++ cc h cs csharp java kotlin go golang rust rs ruby rb php perl r"
-    " scala swift lua haskell hs julia matlab diff patch latex tex math csv tsv ini toml dockerfile makefile make pycon python-repl"
-    " python-console pytb traceback mermaid graphviz dot pseudocode http"
+    "sh bash zsh shell console terminal powershell cmd bat text txt plaintext plain output stdout stdin input log result results"
+    " json jsonl yaml yml xml html css sql js javascript jsx ts typescript tsx c cpp c++ cc h cs csharp java kotlin go golang"
+    " rust rs ruby rb php perl r scala swift lua haskell hs julia matlab diff patch latex tex math csv tsv ini toml dockerfile"
+    " makefile make pycon python-repl python-console pytb traceback mermaid graphviz dot pseudocode http"
 )
 _MARKDOWN = frozenset(["markdown", "md", ""])
 _VALUES = (ast.Constant, ast.Name, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Attribute)

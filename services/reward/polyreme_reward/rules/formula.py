@@ -91,7 +91,10 @@ def read(text: str) -> sympy.Basic:
         text = pattern.sub(replacement, text)
     text = _SEGMENTS.sub(r"\1 S_{\2} ", _system(text))
     if _SIGNS.search(text):
-        text = ", ".join(_SIGNS.sub(lambda sign, signs=signs: signs[sign[1] == "m"], text) for signs in ("+-", "-+"))  # type: ignore[misc]
+        text = ", ".join(
+            _SIGNS.sub(lambda sign, signs=signs: signs[sign[1] == "m"], text)  # type: ignore[misc]
+            for signs in ("+-", "-+")
+        )
     named = _WORD.findall(_COMMAND.sub(" ", text))
     if not text.strip() or any(len(word) > 3 or word.lower() in _STOP_WORDS for word in named) or _is_laborious(text):
         return None

@@ -25,7 +25,10 @@ ROUNDED = 6
 _END = 500
 """Number of characters at the end of a text that are searched first."""
 
-_GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+_GROUPED = (
+    r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)"
+    r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+)
 _WHOLE = rf"(?:{_GROUPED}|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
 _POWER_OF_TEN = r"\^\s*(?:\{{\s*(?P<{0}>[+-]?\d{{1,4}})\s*\}}|(?P<{1}>[+-]?\d{{1,4}})(?![\d.]))"
@@ -72,15 +75,16 @@ _IN_PROSE = re.compile(
     rf"|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
     rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
     rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
-    rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
+    rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}"
+    r"(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
 )
 _OHM = re.compile(r"\s*([kM]?)\\Omega(?![a-zA-Z])\s*")
 _SYMBOLS = frozenset("NJWVAKCF")
 """Symbols of units that are variables more often."""
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+(?:\\?\$)?$")
 _NO_UNITS = words(
-    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta gamma delta"
-    " theta lambda sigma omega phi psi"
+    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta"
+    " gamma delta theta lambda sigma omega phi psi"
 )
 
 

@@ -22,12 +22,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?[\s$]*(?:[,;]|(?:,\s*)?(?:and|or)\b)[\s$]*(?:\\[(\[])?[\s$]*")
 # Both cases are written out, since a case-insensitive search has no fast path.
 _CUE = re.compile(
-    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
+    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*"
+    r"(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
 )
 _CORRECTION = re.compile(
-    r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
-    r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value|it|that|is|it's|that's|should|must|would|be)\b"
-    r"[\s,:]*)*",
+    r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b"
+    r"(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
+    r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value"
+    r"|it|that|is|it's|that's|should|must|would|be)\b[\s,:]*)*",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
