@@ -19,8 +19,8 @@ from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn, 
 from polyreme_environment.pool import AgentMoved, PlayError
 
 _NO_REWARD = (
-    "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when its requests "
-    "are refused because of a bound (code episode_over)"
+    "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when "
+    "its requests are refused because of a bound (code episode_over)"
 )
 
 

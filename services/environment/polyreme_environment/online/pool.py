@@ -29,7 +29,8 @@ _REFUSALS = {
     "dropped": (410, "expected a session that may get a reward; found one that is dropped: see its state", "dropped"),
     "other": (409, "expected the reward that this session has; found another one", "conflict"),
     "empty": (400, "expected a turn before its reward; found none", "invalid_request"),
-    "task": (400, "expected the session's `task`, since rewards are compared within a group of one task; found another one, or none", "invalid_request"),
+    "task": (400, "expected the session's `task`, since rewards are compared within a group of one task; found another one,"
+                  " or none", "invalid_request"),
     "conflict": (409, "expected one request of a session at once; another server has answered one meanwhile", "conflict"),
 }  # fmt: skip
 

@@ -16,9 +16,9 @@ from polyreme_environment.contract import FailedCallError, LostError
 from polyreme_environment.tool_schema import Schema
 
 _ABOUT = (
-    "Runs Python code in an interpreter that keeps its variables from call to call. Returns what the code prints, the value of a last"
-    " expression, and the traceback of an exception. There is no network, no input, and no file but in the current directory. A call may take"
-    " {seconds:g} seconds and the interpreter {memory_mib} MiB of memory."
+    "Runs Python code in an interpreter that keeps its variables from call to call. Returns what the code prints, the value of a"
+    " last expression, and the traceback of an exception. There is no network, no input, and no file but in the current"
+    " directory. A call may take {seconds:g} seconds and the interpreter {memory_mib} MiB of memory."
 )
 _START_SECONDS = 5.0
 """In which an interpreter starts on a machine that works. A call with less is one of very many in its answer."""
