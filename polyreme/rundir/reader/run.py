@@ -33,8 +33,8 @@ VOCABULARY = "vocabulary.json"
 LAST_STEP = 2**62
 _METRICS = "SELECT name, NOT EXISTS (SELECT 1 FROM point WHERE metric = id AND value <> 0) AS zero FROM metric ORDER BY name"
 _NEWEST = (
-    "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id) ORDER"
-    " BY name"
+    "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id)"
+    " ORDER BY name"
 )
 _ENDED = ("done", "stopped", "failed")
 
