@@ -83,8 +83,8 @@ def doctor(
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Directory of the run that --report includes.")] = None,
 ) -> None:
-    """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk. Exits with 1 when a part is
-    missing."""
+    """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.
+    Exits with 1 when a part is missing."""
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
         raise ConfigError(f"a directory of runs at {directory}", found, "Fix --directory.")
