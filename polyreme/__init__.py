@@ -1,7 +1,7 @@
-"""The core that all Polyreme services share: configuration, contracts, the experience log, weight transfer, the `polyreme` command.
+"""The core that all services share: configuration, contracts, the experience log, weight transfer, the `polyreme` command.
 
-Invariant: the core imports no torch, vllm, megatron or fastapi, not even transitively, so every image and every process can import it.
-`polyreme.Run` is imported when it is first used; `__init__.pyi` has its type.
+Invariant: the core imports no torch, vllm, megatron or fastapi, not even transitively, so every image and every process can
+import it. `polyreme.Run` is imported when it is first used; `__init__.pyi` has its type.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Errors that a user can act on: what was expected, what was found, what to do.
 
-Invariant: the command line prints such an error as one message without a traceback and exits with its `exit_code`. Every other exception is
-a bug and keeps its traceback.
+Invariant: the command line prints such an error as one message without a traceback and exits with its `exit_code`. Every other
+exception is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterator

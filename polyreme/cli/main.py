@@ -84,8 +84,8 @@ def commands() -> tuple[Command, ...]:
 
 
 def build_app(argv: Sequence[str], completing: bool = False) -> typer.Typer:
-    """The command line for `argv`. Imports the subcommand that it names. Without a name, and to complete one, the others are names with one
-    line of help."""
+    """The command line for `argv`. Imports the subcommand that it names. Without a name, and to complete one, the others are
+    names with one line of help."""
     app = typer.Typer(
         name="polyreme",
         no_args_is_help=True,
@@ -145,7 +145,7 @@ def _not_imported() -> None:
 
 
 def _first_line(point: EntryPoint) -> str:
-    """The first line of a function's docstring, or the help of a typer application. Reads the source: an import may take seconds."""
+    """The first line of a function's docstring, or a typer application's help. Reads the source: an import may take seconds."""
     package, *inside = point.module.split(".")
     spec = find_spec(package)
     [folder] = spec.submodule_search_locations or [] if spec else []

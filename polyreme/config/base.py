@@ -1,7 +1,7 @@
 """The fields that the configurations of a run and of a stage share.
 
-Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field. Fields that change them only by
-rounding, such as the layout of the ranks, do not decide them.
+Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field. Fields that change them
+only by rounding, such as the layout of the ranks, do not decide them.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class BaseConfig(Section):
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def by_name(self, tree: Tree) -> Tree:
-        """A tree of the configuration's values with `owner/name@commit` in place of the paths of repositories, which differ by machine."""
+        """A tree of configuration values with `owner/name@commit` in place of repositories' paths, which differ by machine."""
         tree = {key: value for key, value in tree.items() if key != "names"}
         return dict(filled(tree, {str(each.path): str(each) for each in self.names}))
 

@@ -20,14 +20,15 @@ class DataSource(Section):
     """A part of the data: a file, several files, or a directory."""
 
     path: Annotated[Path, TRAINING] = Field(
-        description="JSON lines, JSON, CSV, Parquet, Arrow or Megatron (.idx) file, by its suffix; a directory of such files or of a saved"
-        " Hugging Face data set; a file name with `*`; or the name of a data set: owner/name, owner/name@revision."
+        description="JSON lines, JSON, CSV, Parquet, Arrow or Megatron (.idx) file, by its suffix; a directory of such files or"
+        " of a saved Hugging Face data set; a file name with `*`; or the name of a data set: owner/name, owner/name@revision."
     )
     config: str | None = Field(None, description="For a name: which of its configurations (subsets). null: its default one.")
     split: str | tuple[Fraction, Fraction] | None = Field(
         None,
-        description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows. For a name"
-        " also one of its splits, such as test. A part is one of the split train; null: train, for held-out data test or validation.",
+        description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows."
+        " For a name also one of its splits, such as test. A part is one of the split train; null: train, for held-out data test"
+        " or validation.",
     )
     split_by: str | None = Field(
         None, description="Column whose content decides to which part a row belongs, such as the prompt. null: the whole row."
@@ -67,7 +68,8 @@ class TaskSource(DataSource):
 
     tools: tuple[str, ...] | None = Field(
         None,
-        description="Names of the tools that the policy may call for these rows, of those in environment.tools. []: none. null: all.",
+        description="Names of the tools that the policy may call for these rows, of those in environment.tools. []: none. null:"
+        " all.",
     )
 
 
@@ -75,7 +77,8 @@ class WeightedSource(TaskSource):
     weight: float | None = Field(
         None,
         gt=0,
-        description="Share of the prompts in a pass, relative to the other weights. null for all sources: each row occurs once per pass.",
+        description="Share of the prompts in a pass, relative to the other weights. null for all sources: each row occurs once"
+        " per pass.",
     )
 
 
@@ -103,12 +106,13 @@ class TextConfig(Section):
     system: str | None = Field(None, description="System message for prompts that have none.")
     tools_key: str | None = Field(
         "tools",
-        description="Column with the tools that the chat template shows: a list, or its JSON text. Optional in each row. null: none.",
+        description="Column with the tools that the chat template shows: a list, or its JSON text. Optional in each row. null:"
+        " none.",
     )
     date: datetime.date | None = Field(
         None,
-        description="The day that a chat template shows which writes the date (`strftime_now`). null: the day on which the run starts, also"
-        " after a resume.",
+        description="The day that a chat template shows which writes the date (`strftime_now`). null: the day on which the run"
+        " starts, also after a resume.",
     )
 
     @model_validator(mode="before")

@@ -34,8 +34,10 @@ _HEAD = """# Configuration
 
 *Generated from the schema by `polyreme config reference`; edit the descriptions in `polyreme/config/`.*
 
-One YAML file configures a run. The command line can override any key: `polyreme up run.yaml trainer.optimizer.lr=1e-4`. A number selects
-a row of a list: `reward.rewards.0.weight=0.5`. A relative path is resolved against the YAML file's folder, in an override against the
+One YAML file configures a run. The command line can override any key: `polyreme up run.yaml trainer.optimizer.lr=1e-4`. \
+A number selects
+a row of a list: `reward.rewards.0.weight=0.5`. A relative path is resolved against the YAML file's folder, \
+in an override against the
 working directory. An unknown key is an error that suggests the nearest known key. `polyreme config show` prints the resolved
 configuration. `polyreme config check` checks everything that can be checked before processes start.
 
@@ -46,7 +48,8 @@ Keys marked ○ are *operational*: they do not affect the trained weights, so a 
 _STAGES_HEAD = """
 ## Stages
 
-A [stage](../stages.md) has its own YAML file, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer` have the same
+A [stage](../stages.md) has its own YAML file, whose key `stage` names it. \
+`model`, `trainer.parallel` and `trainer.optimizer` have the same
 keys as in a run; `optimizer.warmup` counts steps. The sources of `data.eval` have the keys of those of `data.train`. The length
 (`trainer.steps`, `trainer.epochs`) counts as operational while the learning rate is constant.
 """
@@ -116,7 +119,7 @@ def _tables(
     """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading.
 
     Args:
-        seen: the heading of each section's table, to which another place of the section refers: the first of the shallowest places.
+        seen: the heading of each section's table, to which its other places refer: the first of the shallowest places.
     """
     heading = _heading(place, suffix, variant)
     yield f"\n## {heading}\n\n"
@@ -128,7 +131,9 @@ def _tables(
     yield "| key | type | default | description |\n|---|---|---|---|\n"
     for name, field in section.model_fields.items():
         mark = " ○" if is_operational(field) else ""
-        yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
+        yield (
+            f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
+        )
     inner = []
     for name, field in section.model_fields.items():
         kinds, listed = () if name in without else subsections(field), _lists(field.annotation)

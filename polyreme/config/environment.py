@@ -31,7 +31,8 @@ class PythonLimits(Section):
     seconds: float = Field(
         10.0,
         gt=0,
-        description="Maximum wall-clock seconds of a call, beyond which the interpreter ends. All calls of an answer share 0.8 x step_timeout.",
+        description="Maximum wall-clock seconds of a call, beyond which the interpreter ends. All calls of an answer share 0.8 x"
+        " step_timeout.",
     )
     memory_mib: int = Field(256, ge=32, description="Data memory of an interpreter, in MiB. Each episode may have one.")
     output_bytes: int = Field(
@@ -62,11 +63,13 @@ class OnlineConfig(Section):
     url: Operational[str | None] = Field(
         None,
         pattern=r"^https?://[^\s/]+(/[^\s]*[^\s/])?$",
-        description="URL by which products reach the session address, if a proxy changes it, such as https://sessions.example.org. null: the one by which they open sessions.",
+        description="URL by which products reach the session address, if a proxy changes it, such as"
+        " https://sessions.example.org. null: the one by which they open sessions.",
     )
     key_env: str = Field(
         "POLYREME_ONLINE_KEY",
-        description="Environment variable with the key by which the product opens sessions. `polyreme up` makes one in RUN_DIR/online/key if it is not set.",
+        description="Environment variable with the key by which the product opens sessions. `polyreme up` makes one in"
+        " RUN_DIR/online/key if it is not set.",
     )
     max_sessions: Operational[int] = Field(
         4096,
@@ -80,7 +83,8 @@ class OnlineConfig(Section):
     max_age: Operational[float] = Field(
         86_400.0,
         gt=0,
-        description="Maximum seconds from a session's last turn to its reward, and from its reward to that of the last session of its group.",
+        description="Maximum seconds from a session's last turn to its reward, and from its reward to that of the last session"
+        " of its group.",
     )
     max_wait: Operational[float] = Field(
         86_400.0,
@@ -105,11 +109,13 @@ class EnvironmentConfig(Section):
     )
     action: dict[str, object] | None = Field(
         None,
-        description="`openenv`: the action of an answer without a tool call, such as `{guess: $text}`, where `$text` is the answer. Default: the only field.",
+        description="`openenv`: the action of an answer without a tool call, such as `{guess: $text}`, where `$text` is the"
+        " answer. Default: the only field.",
     )
     observation: str | None = Field(
         None,
-        description="`openenv`: the field of the observation that the policy sees, such as `hint` or `metadata.question`. Default: all of them.",
+        description="`openenv`: the field of the observation that the policy sees, such as `hint` or `metadata.question`."
+        " Default: all of them.",
     )
     verifiers: str | None = Field(
         None,
@@ -118,12 +124,15 @@ class EnvironmentConfig(Section):
     )
     tools: list[Literal["calculator", "python"] | PythonTool | McpServer | Path] = Field(
         [],
-        description="Tools for the run's data, in place of an environment: `calculator`, `python` (with limits `{python: {seconds: 5}}`), Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`. The section `reward` scores the last answer.",
+        description="Tools for the run's data, in place of an environment: `calculator`, `python` (with limits `{python:"
+        " {seconds: 5}}`), Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`."
+        " The section `reward` scores the last answer.",
     )
     nemo_gym: str | None = Field(
         None,
         min_length=1,
-        description="Configuration file of an environment of NeMo Gym in place of `file`, with its resources server and agent: a path below the package's folder in `venv`, or an absolute one.",
+        description="Configuration file of an environment of NeMo Gym in place of `file`, with its resources server and agent: a"
+        " path below the package's folder in `venv`, or an absolute one.",
     )
     venv: Path | None = Field(
         None, description="`verifiers`, `nemo_gym`: folder of the virtual environment that has the package."
@@ -133,15 +142,18 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, object] = Field(
         {},
-        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration. `nemo_gym`: settings of its agent.",
+        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is"
+        " that column of the row. `verifiers`: the environment's configuration. `nemo_gym`: settings of its agent.",
     )
     tool_parser: Literal["hermes", "llama3_json"] = Field(
         "hermes",
-        description="How the model writes a call of a tool, by vLLM's name: `hermes` for the JSON in `<tool_call>` tags of Qwen2.5, Qwen3 and Hermes.",
+        description="How the model writes a call of a tool, by vLLM's name: `hermes` for the JSON in `<tool_call>` tags of"
+        " Qwen2.5, Qwen3 and Hermes.",
     )
     correctness: bool = Field(
         False,
-        description="Whether an episode's reward is 1 for a success and 0 for a failure: evaluations then have accuracy and pass@k.",
+        description="Whether an episode's reward is 1 for a success and 0 for a failure: evaluations then have accuracy and"
+        " pass@k.",
     )
     max_turns: int = Field(16, ge=1, description="Maximum number of turns of an episode.")
     parallel_turns: int = Field(
@@ -158,7 +170,8 @@ class EnvironmentConfig(Section):
     max_message_chars: int = Field(
         65_536,
         ge=1,
-        description="Maximum characters that one call may return, or that an agent may add in one request. Longer results of tools are cut.",
+        description="Maximum characters that one call may return, or that an agent may add in one request. Longer results of"
+        " tools are cut.",
     )
     tries: int = Field(
         3, ge=1, description="How often an episode may begin, when its server or process is lost, in an attempt at a group."
@@ -172,14 +185,16 @@ class EnvironmentConfig(Section):
     worker_calls: Operational[int] = Field(
         64,
         ge=1,
-        description="Maximum number of calls that a worker process makes at once, of different episodes of a class: coroutines as tasks of one event loop, other methods in a thread of their episode. 1: one after the other in the main thread.",
+        description="Maximum number of calls that a worker process makes at once, of different episodes of a class: coroutines"
+        " as tasks of one event loop, other methods in a thread of their episode. 1: one after the other in the main thread.",
     )
     worker_memory_mib: Operational[int] = Field(
         4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."
     )
     worker_environment: Operational[list[str]] = Field(
         [],
-        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API key.",
+        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API"
+        " key.",
     )
     start_timeout: Operational[float] = Field(
         60.0, gt=0, description="Maximum seconds for loading the environment, and without any server."
@@ -197,7 +212,8 @@ class EnvironmentConfig(Section):
     def _is_one_thing(self) -> "EnvironmentConfig":
         if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.nemo_gym, self.tools, self.online))) != 1:
             raise ValueError(
-                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers`, `nemo_gym`, `tools` or `online`; set one of them"
+                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers`, `nemo_gym`, `tools` or `online`; set one"
+                " of them"
             )
         if (self.verifiers is None and self.nemo_gym is None) != (self.venv is None):
             raise ValueError("`verifiers` and `nemo_gym` need a `venv`, and nothing else has one")

@@ -62,7 +62,8 @@ class EvaluationSet(Section):
     )
     scored_by: Literal["environment", "reward"] | None = Field(
         None,
-        description="What scores episodes of the set's own environment: that, or the section `reward`. null: the environment; for `tools`, the section.",
+        description="What scores episodes of the set's own environment: that, or the section `reward`. null: the environment;"
+        " for `tools`, the section.",
     )
 
     @field_validator("name")

@@ -1,7 +1,7 @@
 """Loads a run's configuration from a YAML file and dotted overrides. A run has no other source of configuration.
 
-Invariant: a relative path in the file is resolved against the file's folder, one in an override against the working directory, so the
-file means the same wherever the run starts. Every error names the expected value; for an unknown key it suggests the nearest known one.
+Invariant: a relative path in the file is resolved against its folder, one in an override against the working directory, so the
+file means the same wherever a run starts. An error names the expected value, for an unknown key also the nearest known one.
 """
 
 import difflib
@@ -48,7 +48,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def load_stage(path: Path, overrides: Iterable[str], stage: str) -> StageConfig:
-    """Reads the YAML file of the stage `stage`, as `load_config` reads a run's. Raises ConfigError, also for a file of another kind."""
+    """Reads the YAML file of `stage`, as `load_config` reads a run's. Raises ConfigError, also for a file of another kind."""
     config = load_any(path, overrides)
     if not isinstance(config, StageConfig):
         raise ConfigError(
@@ -74,7 +74,7 @@ def load_as(schema: type[AnySection], path: Path, overrides: Iterable[str] = ())
 
 
 def parse_any(tree: dict[str, object], path: Path) -> RunConfig | StageConfig:
-    """Validates the tree of a run, or of the stage that its key `stage` names, without resolving paths. `path` names it in errors."""
+    """Validates the tree of a run, or of the stage that its `stage` names, without resolving paths. `path` names it in errors."""
     return parse(tree, str(path), _schema(tree, path))
 
 
@@ -88,7 +88,7 @@ def _schema(tree: dict[str, object], path: Path) -> type[RunConfig] | type[Stage
 
 
 def load_reward_config(path: Path) -> RewardConfig:
-    """The `reward` section of a YAML file, which may contain a whole run or only this section. Raises the errors of `load_config`."""
+    """The `reward` section of a YAML file, which may contain a whole run or only this section. Raises as `load_config`."""
     tree = _read_tree(path)
     if set(tree) != {"reward"}:
         if (section := load_config(path).reward) is None:
@@ -178,7 +178,7 @@ def _override(tree: Tree, override: str) -> Tree:
 
 
 def resolve_paths(tree: Tree, section: type[Section], base: Path) -> None:
-    """Makes the tree's relative paths absolute, in place. Runs before validation, so it leaves values that do not fit the schema alone."""
+    """Makes a tree's relative paths absolute, in place. Runs before validation, so it skips values that do not fit the schema."""
     for name, field in section.model_fields.items():
         if holds_path(field) and isinstance(field.default, Path):
             tree.setdefault(name, str(field.default))
@@ -200,7 +200,7 @@ def _resolved(path: str, base: Path) -> str:
 
 
 def _resolved_or_name(path: str, base: Path) -> str:
-    """The absolute path, or the text as it is when it can only be a name: no file has it, and no folder or script could make one."""
+    """The absolute path, or the text itself if it can only be a name: no file has it, and no folder or script could make one."""
     if isinstance(path, _Name):
         return path
     folder = path.partition("/")[0]

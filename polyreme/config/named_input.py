@@ -1,7 +1,7 @@
 """Models and data by name: `owner/name` or `owner/name@revision` of a Hugging Face hub where a path can stand.
 
-Invariant: a local path wins over a name. A loaded configuration has absolute paths and, relative, the names that no local file has; a started
-one has only absolute paths, and its key `names` says which of them are repositories, at which commit.
+Invariant: a local path wins over a name. A loaded configuration has absolute paths and, relative, the names that no local file
+has; a started one has only absolute paths, and its key `names` says which of them are repositories, at which commit.
 """
 
 import re

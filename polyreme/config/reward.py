@@ -66,7 +66,8 @@ class RewardConfig(Section):
     )
     choices: dict[str, str] = Field(
         {},
-        description="Maps values of the column `choose_by` to names of rewards. A value that is not listed is itself the name of a reward.",
+        description="Maps values of the column `choose_by` to names of rewards. A value that is not listed is itself the name of"
+        " a reward.",
     )
     item_timeout: float = Field(10.0, gt=0, description="Maximum seconds per item, without its time in the queue.")
     workers: Operational[int] = Field(1, ge=1, description="Worker processes for rewards that run inside the reward service.")
@@ -75,7 +76,8 @@ class RewardConfig(Section):
     )
     worker_environment: Operational[list[str]] = Field(
         [],
-        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API key.",
+        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API"
+        " key.",
     )
     queue: Operational[int] = Field(
         16384, ge=1, description="Maximum number of items in a reward server. It refuses further items."

@@ -31,7 +31,8 @@ class RunConfig(BaseConfig):
     group_size: int = Field(ge=1, description="Samples per prompt.")
     placement: Operational[Literal["separate", "colocated"]] = Field(
         "separate",
-        description="separate: learner and replicas use different devices. colocated: they share the same devices and use them in turn.",
+        description="separate: learner and replicas use different devices. colocated: they share the same devices and use them"
+        " in turn.",
     )
     max_staleness: int = Field(0, ge=0, description="Maximum staleness of a sample, in iterations. 0: on-policy.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a group before it counts as failed.")
@@ -53,14 +54,14 @@ class RunConfig(BaseConfig):
     )
     eval_pattern: Operational[str | None] = Field(
         None,
-        description="Regular expression that finds the answer in a response, for majority@k: its last match, or the first group of that match."
-        " null: the whole response.",
+        description="Regular expression that finds the answer in a response, for majority@k: its last match, or the first group"
+        " of that match. null: the whole response.",
     )
     eval_sets: Operational[list[EvaluationSet]] = Field([], description="Sets of held-out prompts in addition to data.eval.")
     eval_best: Operational[str | None] = Field(
         None,
-        description="SET/METRIC (METRIC for data.eval) that decides about hf/best, early stop and notices: mean, pass@k, mean@n, best@n,"
-        " majority@n or reward/NAME. null: the mean of the first set.",
+        description="SET/METRIC (METRIC for data.eval) that decides about hf/best, early stop and notices: mean, pass@k, mean@n,"
+        " best@n, majority@n or reward/NAME. null: the mean of the first set.",
     )
     eval_stop_after: Operational[int] = Field(
         0, ge=0, description="Evaluations in a row without a new best result after which the run saves and stops. 0: never."
@@ -75,11 +76,13 @@ class RunConfig(BaseConfig):
     rollout: RolloutConfig
     reward: RewardConfig | None = Field(
         None,
-        description="Rewards of a response, and the reward service. null: the environment gives the rewards, or there is only a teacher.",
+        description="Rewards of a response, and the reward service. null: the environment gives the rewards, or there is only a"
+        " teacher.",
     )
     environment: EnvironmentConfig | None = Field(
         None,
-        description="Environment for episodes of several turns. It gives the rewards, unless there is a section `reward`. null: a response is one turn.",
+        description="Environment for episodes of several turns. It gives the rewards, unless there is a section `reward`. null:"
+        " a response is one turn.",
     )
     teacher: TeacherConfig | None = Field(None, description="The teacher of an on-policy distillation.")
     trainer: TrainerConfig
@@ -114,14 +117,16 @@ class RunConfig(BaseConfig):
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.rollout.max_model_len:
             raise ValueError(
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len = {self.rollout.max_model_len}"
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len ="
+                f" {self.rollout.max_model_len}"
             )
         steps, critic = self.algorithm.minibatches * self.algorithm.epochs, self.trainer.critic
         check(self.recipe, self.group_size, steps, critic=critic != CriticConfig())
         self._check_what_is_learned_from()
         if self.algorithm.minibatches > self.groups_per_iteration:
             raise ValueError(
-                f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration = {self.groups_per_iteration}: a mini-batch consists of whole groups"
+                f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration ="
+                f" {self.groups_per_iteration}: a mini-batch consists of whole groups"
             )
         self._check_asynchrony()
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
@@ -133,14 +138,16 @@ class RunConfig(BaseConfig):
             self._check_vllm_on_cpu()
         elif self.rollout.cpu_sleep == "end":
             raise ValueError(
-                "rollout.cpu_sleep = end needs device: cpu; on accelerators, a sleeping engine frees their memory, see rollout.vllm.sleep_level; use pause"
+                "rollout.cpu_sleep = end needs device: cpu; on accelerators, a sleeping engine frees their memory, see"
+                " rollout.vllm.sleep_level; use pause"
             )
         return self
 
     def _check_vllm_on_cpu(self) -> None:
         if self.rollout.vllm.speculative is not None:
             raise ValueError(
-                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports wrong log-probabilities, and samples other tokens for the same seed; use null"
+                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports wrong log-probabilities, and"
+                " samples other tokens for the same seed; use null"
             )
 
     def _check_step_tokens(self) -> None:
@@ -150,11 +157,13 @@ class RunConfig(BaseConfig):
             return
         if not self.chunks_prompts and tokens < self.rollout.max_model_len:
             raise ValueError(
-                f"rollout.vllm.max_num_batched_tokens = {tokens} must be at least rollout.max_model_len = {self.rollout.max_model_len}, since rollout.vllm.chunked_prefill is off"
+                f"rollout.vllm.max_num_batched_tokens = {tokens} must be at least rollout.max_model_len ="
+                f" {self.rollout.max_model_len}, since rollout.vllm.chunked_prefill is off"
             )
         if tokens <= self.rollout.max_num_seqs:
             raise ValueError(
-                f"rollout.vllm.max_num_batched_tokens = {tokens} must be more than rollout.max_num_seqs = {self.rollout.max_num_seqs}: a step has a token of each sample, and of the canary"
+                f"rollout.vllm.max_num_batched_tokens = {tokens} must be more than rollout.max_num_seqs ="
+                f" {self.rollout.max_num_seqs}: a step has a token of each sample, and of the canary"
             )
 
     def _check_asynchrony(self) -> None:
@@ -168,11 +177,14 @@ class RunConfig(BaseConfig):
             )
         if self.placement == "colocated" and self.max_staleness and budget is None:
             raise ValueError(
-                f"max_staleness = {self.max_staleness} needs placement: separate, or rollout.tokens_per_iteration; on shared devices generation never overlaps training, so older samples without partial rollouts gain nothing: use 0"
+                f"max_staleness = {self.max_staleness} needs placement: separate, or rollout.tokens_per_iteration; on shared"
+                " devices generation never overlaps training, so older samples without partial rollouts gain nothing: use 0"
             )
         if self.placement == "colocated" and self.holds_versions:
             raise ValueError(
-                f"max_staleness = {self.max_staleness} with placement: colocated leaves no time for evaluations, since the learner may take the devices during one; remove data.eval and eval_sets and evaluate the checkpoints with `polyreme eval`, or use max_staleness: 0"
+                f"max_staleness = {self.max_staleness} with placement: colocated leaves no time for evaluations, since the"
+                " learner may take the devices during one; remove data.eval and eval_sets and evaluate the checkpoints with"
+                " `polyreme eval`, or use max_staleness: 0"
             )
         if budget is not None and budget >= longest:
             raise ValueError(
@@ -180,18 +192,22 @@ class RunConfig(BaseConfig):
             )
         if budget is not None and budget * parts < longest:
             raise ValueError(
-                f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts} tokens before it is too old; {key} = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget of {-(-longest // parts)}"
+                f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts}"
+                f" tokens before it is too old; {key} = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget"
+                f" of {-(-longest // parts)}"
             )
 
     def _check_orchestrators(self) -> None:
         count = self.trainer.orchestrators
         if count > self.rollout.max_num_seqs:
             raise ValueError(
-                f"trainer.orchestrators = {count} exceeds rollout.max_num_seqs = {self.rollout.max_num_seqs}, which they share; use fewer"
+                f"trainer.orchestrators = {count} exceeds rollout.max_num_seqs = {self.rollout.max_num_seqs}, which they share;"
+                " use fewer"
             )
         if count > 1 and self.environment is not None and self.environment.online is not None:
             raise ValueError(
-                f"trainer.orchestrators = {count} has no effect with environment.online, whose groups one orchestrator makes; use 1"
+                f"trainer.orchestrators = {count} has no effect with environment.online, whose groups one orchestrator makes;"
+                " use 1"
             )
 
     def _check_what_is_learned_from(self) -> None:
@@ -201,7 +217,8 @@ class RunConfig(BaseConfig):
             raise ValueError(f"a teacher and its weight go together; set {missing}, or use algorithm.preset: distillation")
         if self.teacher is not None and self.rollout.temperature != 1:
             raise ValueError(
-                f"rollout.temperature = {self.rollout.temperature:g} must be 1 with a teacher, whose log-probabilities are those at 1"
+                f"rollout.temperature = {self.rollout.temperature:g} must be 1 with a teacher, whose log-probabilities are those"
+                " at 1"
             )
         learns = not (isinstance(self.algorithm.advantage, Zero) and self.teacher is not None)
         if self.reward is None and self.environment is None and learns:
@@ -218,7 +235,8 @@ class RunConfig(BaseConfig):
             named = [tool for source in self.task_sources(name) for tool in source.tools or ()]
             if named and not (name in played and played[name].tools):
                 raise ValueError(
-                    f"sources of the data name tools, and environment.tools lists none; set environment: {{tools: [{', '.join(dict.fromkeys(named))}]}}"
+                    f"sources of the data name tools, and environment.tools lists none; set environment: {{tools:"
+                    f" [{', '.join(dict.fromkeys(named))}]}}"
                 )
         if played and self.data.template != "chat":
             raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
@@ -233,7 +251,8 @@ class RunConfig(BaseConfig):
             )
         if self.rollout.tokens_per_iteration is not None and self.placement == "colocated":
             raise ValueError(
-                "rollout.tokens_per_iteration with `environment` needs placement: separate, since the seconds of an episode count while the learner has the devices; use null and max_staleness: 0"
+                "rollout.tokens_per_iteration with `environment` needs placement: separate, since the seconds of an episode"
+                " count while the learner has the devices; use null and max_staleness: 0"
             )
         if self.trainer.moe.replay_routes:
             raise ValueError(
@@ -340,7 +359,7 @@ class RunConfig(BaseConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens that are trained on together: a prompt and a response, or with an environment a conversation."""
+        """The most tokens that are trained on together: a prompt and a response, or with an environment a conversation."""
         return self.rollout.max_model_len if self.environment else self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     def evaluates(self, version: int) -> bool:
@@ -375,9 +394,9 @@ class RunConfig(BaseConfig):
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and with `renew_interval`, the
-        reference has the adapters merged into its weights, so it is a separate frozen model. A resume is refused when the checkpoint has
-        adapters and only one of the checkpoint and the configuration has a warm start."""
+        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and with
+        `renew_interval`, the reference has the adapters merged into its weights, so it is a separate frozen model. A resume is
+        refused when the checkpoint has adapters and only one of the checkpoint and the configuration has a warm start."""
         kl = self.recipe.kl
         return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
 

@@ -1,7 +1,7 @@
 """Base class and inspection of configuration sections.
 
-Invariant: every property of a field is declared on the field. Its type decides how it is read (a `Path` is resolved against the YAML
-file's folder), and the mark `Operational` states that it does not affect the trained weights, except by rounding.
+Invariant: every property of a field is declared on the field. Its type decides how it is read (a `Path` is resolved against the
+YAML file's folder), and the mark `Operational` states that it does not affect the trained weights, except by rounding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ class _OperationalMark:
 
 
 Operational = Annotated[Value, _OperationalMark()]
-"""`Operational[int]` is an int that does not affect the trained weights, except by rounding, so a run may resume with another value."""
+"""`Operational[int]` is an int that affects the trained weights only by rounding, so a run may resume with another value."""
 
 
 class Section(BaseModel):
-    """One mapping of the YAML file. Unknown keys are errors, and so are values that could only be read as something else: true and false are no
-    numbers, and a number is no date.
+    """One mapping of the YAML file. Unknown keys are errors, and so are values that could only be read as something else: true
+    and false are no numbers, and a number is no date.
 
     Attributes:
         filled_by: the key that provides the defaults of inherited fields, or None when the schema does.
@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 def subsections(field: FieldInfo) -> list[type[Section]]:
-    """The section types that a field accepts, also optionally or in a list: several for a union by `kind`, none for a plain value."""
+    """Section types that a field accepts, also optionally or in a list: several for a union by `kind`, none for a plain value."""
     return [kind for kind in _kinds(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
@@ -115,7 +115,7 @@ class _Misread:
 
 
 def _marked(value: object, field: FieldInfo) -> object:
-    """The value; misread ones, also in a list, are marked. true and false would become 1 and 0, and a number a time since 1970."""
+    """The value; misread ones, also in a list, are marked. true and false would become 1 and 0, a number a time since 1970."""
     if isinstance(value, list | tuple):
         return [_marked(each, field) for each in value]
     kinds = set(_kinds(field.annotation))

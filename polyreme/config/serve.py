@@ -35,15 +35,16 @@ class ServeLearner(Section):
     )
     same_bits: bool = Field(
         True,
-        description="Whether a model's weights have the same bits whatever other models train at the same time. The matrix products of a pass"
-        " then run model by model. false: they run together, which is faster on accelerators and equal up to rounding.",
+        description="Whether a model's weights have the same bits whatever other models train at the same time. The matrix"
+        " products of a pass then run model by model. false: they run together, which is faster on accelerators and equal up to"
+        " rounding.",
     )
 
     checkpoints_gib: Operational[float] = Field(
         100.0,
         gt=0,
-        description="Maximum GiB of checkpoints. Beyond it, those without a name are deleted, the oldest first, and then a save fails. While"
-        " checkpoints and models on disk have more, no new model is created.",
+        description="Maximum GiB of checkpoints. Beyond it, those without a name are deleted, the oldest first, and then a save"
+        " fails. While checkpoints and models on disk have more, no new model is created.",
     )
 
     @model_validator(mode="after")
@@ -68,7 +69,7 @@ class ServeSampler(Section):
 
 
 class ServeAgents(Section):
-    """Session addresses: agents with an OpenAI or Anthropic client sample from a model, and its client reads their exact tokens."""
+    """Session addresses: agents with an OpenAI or Anthropic client sample from a model, whose client reads their exact tokens."""
 
     port: Operational[int] = Field(8451, ge=0, le=65535, description="Port of the session address, on `host`. 0: a free one.")
     url: Operational[str | None] = Field(
@@ -122,7 +123,8 @@ class ServeConfig(Section):
     )
     host: Operational[str | None] = Field(
         None,
-        description="Address to serve the API on, such as 0.0.0.0. null: loopback. Another one needs `tenants` or `security.token_env`.",
+        description="Address to serve the API on, such as 0.0.0.0. null: loopback. Another one needs `tenants` or"
+        " `security.token_env`.",
     )
     port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API. 0: a free one.")
     page_port: Operational[int] = Field(
@@ -130,7 +132,8 @@ class ServeConfig(Section):
     )
     security: Operational[SecurityConfig | None] = Field(
         None,
-        description="TLS of the API, and, without `tenants`, one token for all clients, which the SDK wants to begin with `tml-`. null: any key.",
+        description="TLS of the API, and, without `tenants`, one token for all clients, which the SDK wants to begin with"
+        " `tml-`. null: any key.",
     )
     tenants: Operational[list[ServeTenant]] = Field(
         [], description="Who may use the service, each with a key. []: everybody who reaches its port; each key is a tenant."

@@ -56,7 +56,8 @@ class StageTrainer(Section):
     max_restarts: Operational[int] = Field(
         3,
         ge=0,
-        description="Maximum restarts of the ranks after one of them dies. The count resets after five minutes of healthy uptime.",
+        description="Maximum restarts of the ranks after one of them dies. The count resets after five minutes of healthy"
+        " uptime.",
     )
 
     @model_validator(mode="after")
@@ -86,7 +87,8 @@ class SftData(ConversationData):
     response_key: str = Field("response", description="Column with the answer.")
     messages_key: str = Field(
         "messages",
-        description="Column with a whole conversation. Every answer in it is trained on. A row has this column, or prompt and response.",
+        description="Column with a whole conversation. Every answer in it is trained on. A row has this column, or prompt and"
+        " response.",
     )
 
 
@@ -219,7 +221,8 @@ class RewardModelConfig(StageConfig):
     def _as_served(self) -> "RewardModelConfig":
         if self.data.system is not None:
             raise ValueError(
-                "data.system must be null: the reward service scores a row without the run's system message; write it into the rows"
+                "data.system must be null: the reward service scores a row without the run's system message; write it into the"
+                " rows"
             )
         return self
 

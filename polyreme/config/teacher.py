@@ -12,8 +12,8 @@ from polyreme.config.security import EndpointSecurity
 
 
 class TeacherConfig(Section):
-    """A model with the policy's vocabulary, on any server with OpenAI-compatible completions. It returns the log-probability of each sampled
-    token; `algorithm.teacher_coef` is the weight of the distillation."""
+    """A model with the policy's vocabulary, on any server with OpenAI-compatible completions. It returns the log-probability of
+    each sampled token; `algorithm.teacher_coef` is the weight of the distillation."""
 
     url: Operational[str | list[str]] = Field(
         description="URL of its API, such as http://host:8000/v1, or several URLs that share the load."

@@ -27,7 +27,8 @@ class ParallelConfig(Section):
     virtual_pipeline: Operational[int] = Field(
         1,
         ge=1,
-        description="Virtual pipeline size: number of virtual stages of each stage, which take turns. Above 1, megatron-core's interleaved schedule is used.",
+        description="Virtual pipeline size: number of virtual stages of each stage, which take turns. Above 1, megatron-core's"
+        " interleaved schedule is used.",
     )
     context: Operational[int] = Field(
         1, ge=1, description="Context-parallel size: ranks that share the tokens of each micro-batch, cut within every sequence."
@@ -54,7 +55,8 @@ class ParallelConfig(Section):
                 )
         elif self.data % self.nodes:
             raise ValueError(
-                f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
+                f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a"
+                " tensor-parallel group is on one machine"
             )
         if self.expert_tensor is None and self.copies % self.expert:
             raise ValueError(
@@ -64,7 +66,8 @@ class ParallelConfig(Section):
             self._check_expert_tensor(self.expert_tensor)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
-                f"`virtual_pipeline` = {self.virtual_pipeline} requires `pipeline` of at least 2: it divides the layers of each stage"
+                f"`virtual_pipeline` = {self.virtual_pipeline} requires `pipeline` of at least 2: it divides the layers of each"
+                " stage"
             )
         return self
 
@@ -73,11 +76,13 @@ class ParallelConfig(Section):
         ranks, needed = self.tensor * self.copies // machines, self.expert * expert_tensor
         if ranks % needed:
             raise ValueError(
-                f"`expert` x `expert_tensor` = {needed} must divide the {ranks} ranks of each stage on a machine: they share the experts among themselves"
+                f"`expert` x `expert_tensor` = {needed} must divide the {ranks} ranks of each stage on a machine: they share the"
+                " experts among themselves"
             )
         if needed % self.tensor and self.tensor % needed:
             raise ValueError(
-                f"of `expert` x `expert_tensor` = {needed} and `tensor` = {self.tensor}, one must divide the other: they cut the same ranks into groups"
+                f"of `expert` x `expert_tensor` = {needed} and `tensor` = {self.tensor}, one must divide the other: they cut the"
+                " same ranks into groups"
             )
 
     @property
@@ -86,7 +91,7 @@ class ParallelConfig(Section):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold each weight, without regard to expert ranks: data ranks x context ranks. They share the optimizer's state."""
+        """How many ranks hold each weight, ignoring expert ranks: data x context ranks. They share the optimizer's state."""
         return self.data * self.context
 
     @property
@@ -134,7 +139,8 @@ class LoraConfig(Section):
     targets: list[LoraTarget] | None = Field(
         None,
         min_length=1,
-        description="Hugging Face names of the linear layers with an adapter. null: all layers; in a model with experts, those of attention.",
+        description="Hugging Face names of the linear layers with an adapter. null: all layers; in a model with experts, those"
+        " of attention.",
     )
 
     @property
@@ -172,7 +178,7 @@ SAVE_MINUTES_KEY = (
 
 
 def save_seconds(interval: int, minutes: float | None) -> float:
-    """Seconds between a checkpoint and the next one, from the keys `save_interval` and `save_minutes`; 0: no checkpoint by time."""
+    """Seconds between a checkpoint and the next, from the keys `save_interval` and `save_minutes`; 0: no checkpoint by time."""
     if minutes is None:
         return 0.0 if interval else 60 * SAVE_MINUTES
     return 60 * minutes
@@ -184,13 +190,15 @@ class MoeConfig(Section):
     aux_loss_coef: float | None = Field(
         None,
         ge=0,
-        description="Coefficient of the load-balancing loss, which costs a forward pass per optimizer step. null: `router_aux_loss_coef` of config.json where its `output_router_logits` is true, else 0.",
+        description="Coefficient of the load-balancing loss, which costs a forward pass per optimizer step. null:"
+        " `router_aux_loss_coef` of config.json where its `output_router_logits` is true, else 0.",
     )
     z_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the z-loss, which keeps the routers' logits small.")
     bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="Change of each expert bias after an optimizer step, for models that have one. 0: the biases stay as they are. Pre-training often uses 0.001.",
+        description="Change of each expert bias after an optimizer step, for models that have one. 0: the biases stay as they"
+        " are. Pre-training often uses 0.001.",
     )
 
     @property
@@ -204,7 +212,8 @@ class RunMoeConfig(MoeConfig):
 
     replay_routes: bool = Field(
         False,
-        description="Routing replay: the policy sends each sampled token to the experts that the replica chose. The engine must report them.",
+        description="Routing replay: the policy sends each sampled token to the experts that the replica chose. The engine must"
+        " report them.",
     )
 
 
@@ -213,7 +222,8 @@ class CriticConfig(Section):
 
     path: Annotated[Path | None, MODEL] = Field(
         None,
-        description="Hugging Face directory or name of a sequence classifier or language model. null: start from the actor's weights after the warm start.",
+        description="Hugging Face directory or name of a sequence classifier or language model. null: start from the actor's"
+        " weights after the warm start.",
     )
     optimizer: OptimizerConfig | None = Field(None, description="The critic's optimizer. null: the actor's settings.")
     warmup_iterations: int = Field(
@@ -251,7 +261,8 @@ class TrainerConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="Decay per iteration of the moving average of the actor's weights, which is exported in addition. null: none.",
+        description="Decay per iteration of the moving average of the actor's weights, which is exported in addition. null:"
+        " none.",
     )
     sft: list[SftPhase] = Field([], description="Phases of the warm start, which run once before the first iteration.")
     save_interval: Operational[int] = Field(
@@ -264,17 +275,20 @@ class TrainerConfig(Section):
     straggler_timeout: float = Field(
         600.0,
         gt=0,
-        description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token budget do not count.",
+        description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token"
+        " budget do not count.",
     )
     orchestrators: Operational[int] = Field(
         1,
         ge=1,
-        description="Orchestrator processes, which share the groups by index. More than 1 only where one needs a whole core: see [at scale](../design.md#at-scale).",
+        description="Orchestrator processes, which share the groups by index. More than 1 only where one needs a whole core: see"
+        " [at scale](../design.md#at-scale).",
     )
     max_restarts: Operational[int] = Field(
         3,
         ge=0,
-        description="Maximum restarts per process: each server, the run's own Redis, the trainer, the orchestrator, the learner (all ranks together). The count resets after five minutes of healthy uptime.",
+        description="Maximum restarts per process: each server, the run's own Redis, the trainer, the orchestrator, the learner"
+        " (all ranks together). The count resets after five minutes of healthy uptime.",
     )
 
     @property

@@ -1,6 +1,6 @@
 """Configurations of older versions in today's keys.
 
-Invariant: every key that a version had and today's schema lacks is in `OLD_KEYS`, and an upgraded configuration trains as the old one did.
+Invariant: every key that a version had and today's schema lacks is in `OLD_KEYS`, and an upgraded configuration trains as before.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping

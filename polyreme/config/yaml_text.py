@@ -1,7 +1,7 @@
 """Reads YAML in which each key of a mapping stands once.
 
-Invariant: no value of the text is dropped without an error. YAML's own readers keep the last of several equal keys, so a whole section may
-disappear. Merges (`<<`) are not repetitions: a mapping's own key replaces a merged one.
+Invariant: no value of the text is dropped without an error. YAML's own readers keep the last of several equal keys, so a whole
+section may disappear. Merges (`<<`) are not repetitions: a mapping's own key replaces a merged one.
 """
 
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ Tree = dict[str, Any]
 """The mapping of a YAML document, before it is checked."""
 
 _LARGEST = 1_000_000
-"""Values of a document, with each alias counted as what it stands for: a few lines of aliases can stand for more than any memory."""
+"""Values of a document, each alias counted as what it stands for: a few lines of aliases can stand for more than any memory."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -47,7 +47,7 @@ def load_yaml(text: str, source: str, kind: Any = yaml.SafeLoader) -> Any:
 
 
 def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """The number of values below a node, aliases resolved. `known`: the sizes of nodes; None: under way. Raises yaml.YAMLError."""
+    """The number of values below a node, aliases resolved. `known`: sizes of nodes; None: under way. Raises yaml.YAMLError."""
     if id(node) not in known:
         known[id(node)] = None
         below: list[Any] = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else []

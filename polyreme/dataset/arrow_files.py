@@ -1,6 +1,6 @@
 """Readers of Parquet and Arrow files.
 
-Invariant: a row has the values that the same row would have in JSON lines. Files are mapped and read in batches, so a file may exceed the memory.
+Invariant: a row has the values that it would have in JSON lines. Files are mapped and read in batches, so one may exceed memory.
 """
 
 import datetime
@@ -22,7 +22,7 @@ _BATCH = 1024
 _PLAIN = ("string", "large_string", "int", "uint", "bool", "null")
 """Beginnings of the names of types whose values are the same in JSON."""
 _NO_VALUE = (ValueError, LookupError, ArithmeticError, TypeError, NotImplementedError)
-"""Errors of pyarrow for a value that Python does not have: text that is not UTF-8, a time beyond the year 9999, a repeated key of a map."""
+"""pyarrow's errors for values that Python lacks: text that is not UTF-8, a time after the year 9999, a repeated key of a map."""
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
@@ -31,7 +31,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 def read_arrow(path: Path) -> Iterator[Row]:
-    """The rows of an Arrow file, in the file format (Feather) or the stream format (Hugging Face `datasets`). Raises DataError."""
+    """The rows of an Arrow file, in the file format (Feather) or stream format (Hugging Face `datasets`). Raises DataError."""
     yield from _rows(path, _arrow_batches(path))
 
 
@@ -125,7 +125,7 @@ def _has_map(kind: "pa.DataType") -> bool:
 
 
 def _values(batch: "pa.RecordBatch", path: Path, before: int) -> list[dict[str, object]]:
-    """The rows of a batch as Python values. When one has none, finds the row and the column. `before`: the number of earlier rows."""
+    """A batch's rows as Python values. When one has none, finds the row and the column. `before`: the number of earlier rows."""
     try:
         return batch.to_pylist(maps_as_pydicts="strict")
     except _NO_VALUE as problem:

@@ -1,11 +1,11 @@
 """Chat rows as a chat template gets them.
 
-Invariant: training, evaluation, stages, warm start, reward models, `/v1` and the checks of data give a template its messages and tools only in
-the form that this module returns, so equal rows have equal tokens everywhere. Nothing of a message is dropped except null fields, with which
-Arrow fills what a row does not have. Pure, except for the trial of a template before its first use.
+Invariant: training, evaluation, stages, warm start, reward models, `/v1` and the checks of data give a template its messages and
+tools only in the form that this module returns, so equal rows have equal tokens everywhere. Nothing of a message is dropped
+except null fields, with which Arrow fills what a row does not have. Pure, except the trial of a template before its first use.
 
-The form is the one that the templates of transformers expect: `content` is a text, '' where a message has only tool calls or a thought;
-`arguments` of a tool call are a mapping; an absent field is absent.
+The form is the one that the templates of transformers expect: `content` is a text, '' where a message has only tool calls or a
+thought; `arguments` of a tool call are a mapping; an absent field is absent.
 """
 
 import re
@@ -29,7 +29,7 @@ _NO_TOOLS = "Fix the row, or set data.tools_key: null for a column that the temp
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA = re.compile("(?:input_)?(?:image|video|audio)s?(?:_urls?)?$")
 _PLACEHOLDER = re.compile(r"<\|?(?:image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
-"""What stands in a text for a picture, a film or a sound of another column: LLaVA's and verl's `<image>`, Qwen's `<|image_pad|>`."""
+"""What stands in a text for a picture, film or sound of another column: LLaVA's and verl's `<image>`, Qwen's `<|image_pad|>`."""
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 
@@ -78,8 +78,8 @@ def read_prompt(value: object, what: str, tools: object = None) -> PromptSource:
 
 
 def read_chat(value: object, what: str, tools: object = None) -> Chat:
-    """A conversation from a list of messages, {role, content} or ShareGPT's {from, value}, or its JSON text. Arguments and errors as
-    `read_prompt`."""
+    """A conversation from a list of messages, {role, content} or ShareGPT's {from, value}, or its JSON text. Arguments and errors
+    as `read_prompt`."""
     value = messages_of(value, what)
     if not isinstance(value, list | tuple) or not value:
         raise DataError(f"a list of chat messages {{role, content}} in {what}", f"{value!r:.80}", "Fix the row.")
@@ -88,7 +88,7 @@ def read_chat(value: object, what: str, tools: object = None) -> Chat:
 
 
 def read_answer(value: object, what: str) -> Answer:
-    """An answer: a text, a list of one text (PaddleNLP's `tgt`), a message by the assistant, or a list of one. Raises DataError."""
+    """An answer: text, a list of one text (PaddleNLP's `tgt`), a message by the assistant, or a list of one. Raises DataError."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if isinstance(value, str):

@@ -14,8 +14,8 @@ class TokenIds(tuple[int, ...]):
 def value_at(fields: Mapping[str, object], key: str, default: object = None) -> object:
     """The value of a column, named by its own name or by a dotted path into it.
 
-    `reward_model.ground_truth` is the column of this name if there is one, else `ground_truth` inside `reward_model`. A number in the path
-    selects an element of a list: `messages.0.content`.
+    `reward_model.ground_truth` is the column of this name if there is one, else `ground_truth` inside `reward_model`. A number in
+    the path selects an element of a list: `messages.0.content`.
     """
     if key in fields:
         return fields[key]
@@ -41,8 +41,8 @@ def column_names(fields: Mapping[str, object], prefix: str = "") -> list[str]:
 def label_text(value: object) -> str:
     """A reference answer as text.
 
-    A string is returned unchanged, a number in JSON notation, None as ''. A list of one (PaddleNLP's `tgt`) counts as its element,
-    an empty list as None.
+    A string is returned unchanged, a number in JSON notation, None as ''. A list of one (PaddleNLP's `tgt`) counts as its
+    element, an empty list as None.
 
     Raises:
         TypeError: the value has another type.

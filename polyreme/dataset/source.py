@@ -56,7 +56,7 @@ def read_objects(data: Sources) -> Iterator[Row]:
     """The rows of all sources, one source after the other. Reads lazily.
 
     Raises:
-        DataError: a file is missing or damaged, a row is not a JSON object or needs more than a model of text, or a source has no row.
+        DataError: a file is missing or damaged, a row is no JSON object or needs more than a text model, or a source has no row.
     """
     for source in as_sources(data):
         rows = _read_source(source)
@@ -96,8 +96,8 @@ def digest_of(data: Sources, block: int = _BLOCK) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source, in their order: a file itself, those that match a path with `*` or `?`, or those of a directory. Hidden files
-    are left out.
+    """The files of a source, in their order: a file itself, those that match a path with `*` or `?`, or those of a directory.
+    Hidden files are left out.
 
     Raises:
         DataError: there is none, or a directory has several splits or formats.

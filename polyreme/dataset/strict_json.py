@@ -1,6 +1,6 @@
 """JSON as every later reader and writer of a row can use it.
 
-Invariant: files, and JSON texts inside of their rows, are read by the same rules. What Python's own reader accepts beyond JSON is an error. Pure.
+Invariant: files and JSON texts in rows are read by the same rules. What Python's reader accepts beyond JSON is an error. Pure.
 """
 
 import json
@@ -23,7 +23,7 @@ def value_in(text: str, place: int) -> tuple[object, int]:
     Raises:
         json.JSONDecodeError: the text is no JSON.
         TooDeep: the value is nested too deeply.
-        ValueError: another part could not read the value: a key twice, NaN, an infinite number, or an integer beyond Python's limit.
+        ValueError: another part could not read the value: a key twice, NaN, infinity, or an integer beyond Python's limit.
     """
     try:
         value, end = _DECODER.raw_decode(text, place)

@@ -1,10 +1,10 @@
 """A trial of a chat template in a process of its own, before a template is used.
 
-A template is a program that comes with a model. The sandbox of jinja2 keeps it from files and processes, but not from loops that never end or
-texts that fill the memory, which no thread of this process could interrupt. Invariant: a template that needs more than the limits for short
-conversations ends its trial's process, and nothing else.
+A template is a program that comes with a model. The sandbox of jinja2 keeps it from files and processes, but not from loops that
+never end or texts that fill the memory, which no thread of this process could interrupt. Invariant: a template that needs more
+than the limits for short conversations ends its trial's process, and nothing else.
 
-Run as a program, this module reads a JSON object {template, variables, chats} and writes the characters of each text. It imports only jinja2.
+As a program, it reads a JSON object {template, variables, chats} and writes the characters of each text. It imports only jinja2.
 """
 
 import json
@@ -96,7 +96,7 @@ def _main() -> int:
 
 
 def _length(template: str, variables: Mapping[str, object]) -> int:
-    """The characters that a template writes, counted to just above _LONGEST. Its environment has what that of transformers has."""
+    """The characters that a template writes, counted to just above _LONGEST. Its environment has what transformers' has."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

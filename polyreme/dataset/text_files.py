@@ -135,7 +135,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _object(fields: object, text: str, where: str) -> dict[str, object]:
-    """The object that was read from `text`. Raises DataError for another value, and for characters and depths that cannot go on."""
+    """The object read from `text`. Raises DataError for another value, and for characters and depths that cannot go on."""
     if "\\u" in text and (half := half_character(fields)):
         raise DataError(f"complete characters in {where}", f"{half}, half of a surrogate pair", "Fix the text: it was cut there.")
     if not isinstance(fields, dict):
@@ -152,7 +152,7 @@ def _parsed(text: str, where: str) -> object:
 
 
 def _parsed_at(text: str, place: int, where: str) -> tuple[object, int]:
-    """The JSON value at a place of `text`, and its end. Raises DataError for what is no JSON, and for what no other part could read."""
+    """The JSON value at a place of `text` and its end. Raises DataError for what is no JSON, or what no other part could read."""
     try:
         return value_in(text, place)
     except json.JSONDecodeError as error:

@@ -1,7 +1,7 @@
 """`polyreme.Run`: a run in a notebook or a script.
 
-Invariant: nothing is cached: each call reads the current records of the run. Only `stop` changes the run. Neither pandas nor polars
-is imported before a table is requested, and neither is required.
+Invariant: nothing is cached: each call reads the current records of the run. Only `stop` changes the run. Neither pandas nor
+polars is imported before a table is requested, and neither is required.
 """
 
 import itertools
@@ -78,7 +78,7 @@ class RunHandle:
         return {"run": self.run_id, "state": status.state, "reason": status.reason, **progress.summary()}
 
     def records(self, kind: str | None = None) -> list[Line]:
-        """The run's records of one kind, or all of them, in order; see docs/reference/records.md. Repeated iterations are omitted."""
+        """The run's records of one kind, or all, in order; see docs/reference/records.md. Repeated iterations are omitted."""
         _, found = self._source.records("")
         newest, chosen = 0, []
         for record in found:
@@ -167,7 +167,7 @@ class RunHandle:
         return to_table(itertools.islice(found, limit), library)
 
     def follow(self, timeout: float | None = None) -> Iterator[Line]:
-        """Yields the run's records, those that exist and then new ones, until the run has ended or `timeout` seconds have passed."""
+        """Yields the run's records, those that exist, then new ones, until the run has ended or `timeout` seconds have passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         cursor = ""
         while True:
@@ -179,8 +179,8 @@ class RunHandle:
             time.sleep(_POLL_SECONDS)
 
     def watch(self, timeout: float | None = None) -> RunStatus:
-        """Shows the run's progress as `polyreme up` does, until it has ended or `timeout` seconds have passed. An interrupt also ends it, and
-        does not affect the run.
+        """Shows the run's progress as `polyreme up` does, until it has ended or `timeout` seconds have passed. An interrupt also
+        ends it, and does not affect the run.
 
         Raises:
             ConfigError: a stage, which has no such view, or a configuration of another release.

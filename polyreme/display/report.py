@@ -151,7 +151,7 @@ def evaluation_progress(record: EvaluationProgress) -> str:
 
 
 def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
-    """The final report: how the run ended, results before and after, five answers, the split of the time, the paths, what to do next."""
+    """The final report: how the run ended, results before and after, five answers, the split of time, paths, what to do next."""
     lines = [f"{state:8} {reason}"] if reason else []
     if not config.iterations:  # an evaluation prints its own results
         return [*lines, f"run      {run_dir}"]
@@ -169,7 +169,7 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
 
 
 def next_lines(config: RunConfig, run_dir: Path, state: RunState, model: str | None) -> list[str]:
-    """The commands that a user needs after a run that ended in `state`. `model`: the trained model's directory, if there is one."""
+    """Commands that a user needs after a run that ended in `state`. `model`: the trained model's directory, if there is one."""
     run, result = quote(str(run_dir)), quote(model or "")
     looks = [
         (f"ui {run}", "curves, samples and events in a browser"),

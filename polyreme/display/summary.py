@@ -1,7 +1,7 @@
 """The run summary that is printed before training starts.
 
-Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json, and
-with an own algorithm, of its source.
+Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json,
+and with an own algorithm, of its source.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,10 +36,15 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
     spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
     lines = [
         f"iterations     {config.iterations} of {config.groups_per_iteration} prompts x {config.group_size} samples"
-        f" = {config.iterations * config.groups_per_iteration:,} groups, {config.iterations * config.samples_per_iteration:,} samples",
+        f" = {config.iterations * config.groups_per_iteration:,} groups,"
+        f" {config.iterations * config.samples_per_iteration:,} samples",
         f"mini-batches   {minibatch_line(config)}",
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
-        f"evaluates      {_when(config.eval_interval, config.iterations, config.evaluation_sets) if config.evaluation_sets else 'never: data.eval is not set'}",
+        f"""evaluates      {
+            _when(config.eval_interval, config.iterations, config.evaluation_sets)
+            if config.evaluation_sets
+            else "never: data.eval is not set"
+        }""",
         f"saves          {_saves(trainer, config.iterations)}",
         f"trainer        {trainer.parallel.layout}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
@@ -52,7 +57,8 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
     for number, phase in enumerate(trainer.sft, start=1):
         lines.insert(
             number - 1,
-            f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {_names(config, phase.data)}, learning rate {phase.lr:g}",
+            f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {_names(config, phase.data)},"
+            f" learning rate {phase.lr:g}",
         )
     return lines + _name_lines(config) + [f"warning        {text}" for text in (*_warnings(config), *notices)]
 

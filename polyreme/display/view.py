@@ -1,6 +1,6 @@
 """The output of `polyreme up`: a live view on a terminal, one line per event elsewhere.
 
-Invariant: both views read the same Progress and change nothing. Departed replicas and resolved alarms disappear from the live view.
+Invariant: both views read the same Progress and change nothing. Departed replicas and resolved alarms leave the live view.
 """
 
 import json
@@ -49,8 +49,8 @@ def view(config: RunConfig, console: Console, redis_url: str = "") -> "PlainView
 class PlainView:
     """Prints one line per iteration, evaluation, alarm and notice, and a line about the warm start every few seconds.
 
-    Engines that end for the learner (`rollout.cpu_sleep: end`) start in every turn, at another address. Only the first start of each
-    process is printed then: a second process is news, a second turn is not.
+    Engines that end for the learner (`rollout.cpu_sleep: end`) start in every turn, at another address. Only the first start of
+    each process is printed then: a second process is news, a second turn is not.
     """
 
     def __init__(self, config: RunConfig, console: Console) -> None:

@@ -1,7 +1,7 @@
 """Checks from the log alone that no group was lost and no group is trained twice.
 
-Invariant: an audit is a pure function of one snapshot of the log. The ledger keeps one short row per group and every plan for the whole
-run; only payloads are deleted. So the audit needs no counters: it checks each row against the plans, the payloads and the queues.
+Invariant: an audit is a pure function of one snapshot of the log. The ledger keeps one short row per group and every plan for the
+whole run; only payloads are deleted. So the audit needs no counters: it checks each row against plans, payloads and queues.
 """
 
 from collections import Counter
@@ -171,7 +171,7 @@ def render(audit: Audit) -> Table:
 
 
 async def audit_main(redis_url: str, run_id: str | None) -> int:
-    """Prints the audit of a run, or of the newest run when `run_id` is None. Returns the exit status: 0 when the log is intact, else 1.
+    """Prints the audit of a run, or of the newest when `run_id` is None. Returns the exit status: 0 if the log is intact, else 1.
 
     Raises:
         StoreError: Redis cannot be reached.

@@ -1,9 +1,9 @@
-"""The device lease of a colocated run: its learner and its replicas share devices, which are granted for `train` or for `generate`.
+"""The device lease of a colocated run: its learner and replicas share devices, which are granted for `train` or for `generate`.
 
-Invariant: a grant of `train` exists only while there is no other grant. A grant ends when its holder releases it, or when its deadline has
-passed and another process needs the devices. The counter of an ended grant is refused forever. A holder stops using the devices at its own
-deadline, which is never later than the one in Redis, unless a renewal has reached Redis since. The learner, which cannot stop inside a
-step, checks its grant before it publishes a trained version.
+Invariant: a grant of `train` exists only while there is no other grant. A grant ends when its holder releases it, or when its
+deadline has passed and another process needs the devices. The counter of an ended grant is refused forever. A holder stops using
+the devices at its own deadline, which is never later than the one in Redis, unless a renewal has reached Redis since. The
+learner, which cannot stop inside a step, checks its grant before it publishes a trained version.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A Redis server that a run starts for itself.
 
-Invariant: it listens on loopback only, has the settings that `store` requires, and never outlives the process that started it. It obeys
-only those who know its password, which is random and stands in one file that only the run's user can read.
+Invariant: it listens on loopback only, has the settings that `store` requires, and never outlives the process that started it. It
+obeys only those who know its password, which is random and stands in one file that only the run's user can read.
 """
 
 import asyncio
@@ -87,8 +87,8 @@ class EmbeddedServer:
 
     @classmethod
     async def open(cls, data_dir: Path, port: int = 0) -> "EmbeddedServer":
-        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free one, and the
-        password with it: clients of the previous start may have sent it to the process that now listens there."""
+        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free
+        one, and the password with it: clients of the previous start may have sent it to the process that now listens there."""
         if port and not is_free(port):
             (data_dir / _PASSWORD_FILE).unlink(missing_ok=True)
             port = 0

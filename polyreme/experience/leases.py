@@ -1,7 +1,7 @@
 """Leases: the registrations of live servers.
 
-Invariant: a lease exists while its owner renews it, so a dead server disappears after at most one ttl. Renewal and registration are the
-same write, so a lease that expired during a pause of Redis or of its owner is restored by the next renewal.
+Invariant: a lease exists while its owner renews it, so a dead server disappears after at most one ttl. Renewal and registration
+are the same write, so a lease that expired during a pause of Redis or of its owner is restored by the next renewal.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class Registry:
     """The leases of one run.
 
     Attributes:
-        learner_term: the learner's term at the last renewal of a lease that was registered here; 0 before the first. A call of a lower
-            term comes from a replaced learner.
+        learner_term: the learner's term at the last renewal of a lease that was registered here; 0 before the first. A call of a
+            lower term comes from a replaced learner.
     """
 
     def __init__(self, run: Run) -> None:

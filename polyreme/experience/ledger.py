@@ -2,8 +2,8 @@
 
     (none) -> admitted -> appended -> planned -> released        admitted -> dropped        admitted -> failed
 
-Invariant: every change is one script that checks the caller's term, so a replaced process can change nothing. Every count (in flight,
-appended, planned) is derived from the log itself. docs/reference/log.md has the full table.
+Invariant: every change is one script that checks the caller's term, so a replaced process can change nothing. Every count (in
+flight, appended, planned) is derived from the log itself. docs/reference/log.md has the full table.
 """
 
 import json
@@ -59,7 +59,7 @@ class ExperienceLog(LogReader):
 
     Args:
         run: its run.
-        term: a term that another object of the same process took (the learner's publisher has its own connection). None until `take`.
+        term: a term that another object of this process took (the learner's publisher has its own connection). None until `take`.
         shard: the orchestrator that writes, if it is not the only one.
     """
 
@@ -85,8 +85,8 @@ class ExperienceLog(LogReader):
         """Admits the next attempt after `attempt`, which failed for `reason` or expired.
 
         Returns:
-            The admission, at the current version or (while a resumed learner catches up) at its previous one. None when that was the last
-            attempt, and the group has failed.
+            The admission, at the current version or (while a resumed learner catches up) at its previous one. None when that was
+            the last attempt, and the group has failed.
 
         Raises:
             StaleAttemptError: the group is in another state.

@@ -54,7 +54,7 @@ async def run_ids(redis: Redis) -> list[str]:
 
 
 async def list_run(redis: Redis, run_id: str, records: int = 500) -> ListedRun:
-    """Describes one run with at most `records` of its newest records. Raises UnavailableError when this Redis does not have it."""
+    """Describes a run with at most `records` of its newest records. Raises UnavailableError when this Redis does not have it."""
     run = Run(redis, run_id)
     state, reason = await run.state()
     _, _, iterations, version = await run.redis.hmget(run.key("meta"), *_META)
@@ -94,7 +94,7 @@ async def service_run(
         reconnect_timeout: see `connect`.
 
     Yields:
-        The run, and the event that ends the service: a signal, or the end of the newest run. No graceful shutdown is needed before.
+        The run, and the event that ends the service: a signal, or the newest run's end. No graceful shutdown is needed before.
 
     Raises:
         StoreError, UnavailableError: see `connect` and `Run.attach`.

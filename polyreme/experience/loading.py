@@ -14,8 +14,8 @@ REPORT_SECONDS = 5.0
 Loaded = Callable[[float], None]
 """Called with the loaded fraction of a model's weights, up to 1."""
 LoadReports = Callable[[str], Loaded | None]
-"""Returns the function to call with the loaded fraction of a role's weights, or None when nothing is reported. Called when the role begins
-to load."""
+"""Returns the function to call with the loaded fraction of a role's weights, or None when nothing is reported. Called when the
+role begins to load."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class LoadingPace:
     def at(self, role: str, fraction: float, now: float) -> Loading | None:
         """Returns the record to emit when `fraction` (above 0) of the weights is loaded; None when no record is due.
 
-        A record is due `interval` seconds after the previous one. If there was an earlier record, one is also due at the end, at fraction 1.
+        A record is due `interval` seconds after the previous one. If there was one, another is due at the end, at fraction 1.
         """
         over = fraction >= 1 and self.reported > self.began
         if now - self.reported < self.interval and not over:

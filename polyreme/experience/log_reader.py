@@ -83,8 +83,8 @@ class LogReader:
     async def in_flight(self, shard: Shard = ONLY) -> list[Admission]:
         """The groups of an orchestrator that are admitted and not appended, oldest version first.
 
-        The orchestrator compares them with its own work. After a takeover it continues each under the same attempt, and an expired attempt
-        appears here with the next number.
+        The orchestrator compares them with its own work. After a takeover it continues each under the same attempt, and an
+        expired attempt appears here with the next number.
         """
         members = [int(m) for m in await self.run.redis.zrange(self.run.key("in_flight"), 0, -1)]
         return await self.admitted([index for index in members if shard.owns(index)])

@@ -1,7 +1,7 @@
 """The records of a run or a stage: what happened, in its stream `metrics` and in metrics.jsonl.
 
-Invariant: `fields_of` is the only writer and `read_record` the only reader of a record's JSON object. A field without a value is left out. A
-field that a record of an older release lacks has its default, and a kind that this release does not know is no record.
+Invariant: `fields_of` is the only writer and `read_record` the only reader of a record's JSON object. A field without a value is
+left out. A field that an older release's record lacks has its default, and a kind that this release does not know is no record.
 """
 
 from collections import defaultdict
@@ -121,7 +121,7 @@ class IterationTrained(_Numbered, kind="iteration"):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsPlanned(_Numbered, kind="rollout"):
-    """The groups of an iteration are planned. `groups`: how many each of several orchestrators has brought into the log since the plan before."""
+    """An iteration is planned. `groups`: how many each of several orchestrators brought into the log since the plan before."""
 
     iteration: int
     groups: Sequence[int] | None = None

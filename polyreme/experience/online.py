@@ -2,8 +2,8 @@
 
     (none) -> open -> rewarded -> trained (in a group of the log)        open, rewarded -> dropped(reason)
 
-Invariant: what a script has answered survives every process. A session is in at most one group: the script that appends the group also ends its
-sessions. Only the orchestrator ends sessions. What an ended session keeps is its state, for a while.
+Invariant: what a script has answered survives every process. A session is in at most one group: the script that appends the group
+also ends its sessions. Only the orchestrator ends sessions. What an ended session keeps is its state, for a while.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
 
 REASONS = ("stale", "no_reward", "no_group", "invalid")
-"""Why sessions are dropped: too old a policy; no reward, or no group of its task, within max_age; turns that this run cannot read."""
+"""Why sessions are dropped: too old a policy; no reward or group of its task within max_age; turns that this run cannot read."""
 
 
 def session_key(secret: str, id: str) -> str:
@@ -64,13 +64,13 @@ class OnlineSessions:
         return bool(await self._run.scripts.call("online_open", id, task, most, keys=keys))
 
     async def add_turn(self, id: str, number: int, turn: bytes, oldest_version: int) -> str:
-        """Stores turn `number`, from 0. Returns "ok", "conflict" if it has another one with this number, or the state of a session that is not
-        open."""
+        """Stores turn `number`, from 0. Returns "ok", "conflict" if it has another one with this number, or the state of a
+        session that is not open."""
         keys = [self._open, self._versions, self._session(id)]
         return str(await self._run.scripts.call("online_turn", id, number, turn, oldest_version, keys=keys), "ascii")
 
     async def reward(self, id: str, reward: float, task: str, *, grouped: bool) -> str:
-        """Ends a session with its reward. Returns "ok", also for the same reward again, or why there is none: see online_reward.lua.
+        """Ends a session with its reward. Returns "ok", also for the same reward again, or why not: see online_reward.lua.
 
         Args:
             task: of a session that was opened without; "": that which it has.
@@ -101,7 +101,7 @@ class OnlineSessions:
         return None if task is None else task.decode()
 
     async def too_old(self, oldest_version: int, max_age: float) -> list[tuple[str, str]]:
-        """(id, reason) of the sessions with a token of a version below `oldest_version`, or that are older than `max_age` seconds."""
+        """(id, reason) of the sessions with a token of a version below `oldest_version`, or older than `max_age` seconds."""
         redis = self._run.redis
         seconds, micros = await redis.time()
         before = f"({seconds * 1000 + micros // 1000 - int(max_age * 1000)}"
@@ -125,7 +125,7 @@ class OnlineSessions:
             payload, oldest_version, mean_reward: as of `ExperienceLog.append`.
 
         Returns:
-            False when a session has ended before, or the index is another one; None while the log has no room for a group of this version.
+            False when a session has ended or the index is another; None while the log has no room for a group of this version.
         """
         keys = [self._rewarded, self._versions, self._counts, *map(self._session, ids)]
         words: list[bytes | str | int] = [index, oldest_version, repr(float(mean_reward)), payload, self._keep, *ids]
@@ -137,8 +137,8 @@ class OnlineSessions:
         await self._run.redis.hincrby(self._counts, what, 1)
 
     async def counts(self) -> dict[str, int]:
-        """Sessions by what they are or were: open, complete (they have a reward and wait for their group), and in total opened, rewarded, trained,
-        refused, unrecorded and `dropped REASON`."""
+        """Sessions by what they are or were: open, complete (they have a reward and wait for their group), and in total opened,
+        rewarded, trained, refused, unrecorded and `dropped REASON`."""
         redis = self._run.redis
         total = {name.decode(): int(number) for name, number in (await redis.hgetall(self._counts)).items()}
         return {**total, "open": int(await redis.zcard(self._open)), "complete": int(await redis.zcard(self._rewarded))}

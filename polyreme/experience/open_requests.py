@@ -59,8 +59,8 @@ class OpenRequests:
         return [read[place] if place in read else self._payloads.pop(place.id) for place in places]
 
     async def news(self, others: Iterable[asyncio.Task[None]] = ()) -> bool:
-        """Returns when a request may have come since the last call, which is after two seconds at the latest, or when another task has ended.
-        Returns whether one may have come. Raises StoreError."""
+        """Returns when a request may have come since the last call, which is after two seconds at the latest, or when another
+        task has ended. Returns whether one may have come. Raises StoreError."""
         if self._event is None:
             self._event = asyncio.create_task(self._log.wait(self._worker, self._last))
         await asyncio.wait({self._event, *others}, return_when=asyncio.FIRST_COMPLETED)

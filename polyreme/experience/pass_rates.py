@@ -29,7 +29,7 @@ class PassRate:
     Attributes:
         samples: number of judged samples in all groups.
         solved: number of solved ones among them.
-        streak: number of samples in the newest groups in which all were solved; negative: in which none was; 0: the newest group had both.
+        streak: samples in the newest groups in which all were solved; negative: in which none was; 0: the newest group had both.
     """
 
     samples: int = 0

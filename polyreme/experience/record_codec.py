@@ -1,6 +1,6 @@
 """The codec of groups, and of the learner's results for their samples.
 
-Invariant: every decoded group is consistent, and encoding followed by decoding preserves every bit. Number arrays are raw little-endian
+Invariant: every decoded group is consistent, and decoding after encoding preserves every bit. Number arrays are raw little-endian
 bytes inside protobuf, so reading one is a view. Both directions validate, so no invalid group enters or leaves the log.
 """
 
@@ -176,8 +176,8 @@ def _array(data: bytes, dtype: np.dtype[Number]) -> NDArray[Number]:
 
 @dataclass(frozen=True)
 class TrainedSamples:
-    """The learner's results for each sample of an iteration, in the order of its plan and of each group's samples: n samples with t tokens in
-    total that the policy sampled.
+    """The learner's results for each sample of an iteration, in the order of its plan and of each group's samples: n samples with
+    t tokens in total that the policy sampled.
 
     Attributes:
         advantages: float32 [t], 0 where the token was not trained on.

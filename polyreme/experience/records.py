@@ -1,7 +1,7 @@
 """Experience as arrays.
 
-A group is the attempts at one task, its **episodes**. An episode of one turn is one sample: a response to the group's prompt. An episode of
-several turns is one or more **trajectories**, which are samples with turns: sampled tokens between tokens of the environment.
+A group is the attempts at one task, its **episodes**. An episode of one turn is a sample: a response to the group's prompt. One
+of several turns is one or more **trajectories**, which are samples with turns: sampled tokens between tokens of the environment.
 
 Invariant: records never change, and every group that enters or leaves the log is consistent (see `record_codec`).
 """
@@ -22,7 +22,7 @@ UInt8 = NDArray[np.uint8]
 
 
 class RewardPart(NamedTuple):
-    """One named component of a score: a reward or a sub-part (REWARD/NAME), with its raw value and that value times the reward's weight."""
+    """A named component of a score: a reward or a sub-part (REWARD/NAME), with its value, raw and times the reward's weight."""
 
     name: str
     raw: float
@@ -40,7 +40,7 @@ class RewardCall(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """One call of a tool: its arguments as JSON text, its result cut for display, its wall-clock seconds, and why it failed ("": it did not)."""
+    """A tool call: its arguments as JSON text, result cut for display, wall-clock seconds, and why it failed ("": it did not)."""
 
     name: str
     arguments: str
@@ -65,9 +65,9 @@ class Turn(NamedTuple):
 class EpisodeRecord(NamedTuple):
     """One attempt at a task: its outcome (pb.OUTCOME_...), its messages and its seconds in the environment.
 
-    The messages are JSON text, for display: a list of objects with `role` and `content`. One that the policy sampled also has `trajectory`,
-    the place among the episode's trajectories, and `turn`, the place among the turns there. A request that was withdrawn before its answer was
-    complete has `withdrawn`, and so has what was sampled of that, which is in no trajectory.
+    The messages are JSON text, for display: a list of objects with `role` and `content`. One that the policy sampled also has
+    `trajectory`, the place among the episode's trajectories, and `turn`, the place among the turns there. A request that was
+    withdrawn before its answer was complete has `withdrawn`, and so has what was sampled of that, which is in no trajectory.
     """
 
     outcome: int
@@ -81,7 +81,7 @@ class SampleRecord:
 
     Attributes:
         token_ids: int32 [t], the tokens with the stop tokens: the policy's, and between the turns the environment's.
-        logprobs: float32 [t], of each token under the policy that sampled it, at the sampling temperature; 0 outside of the turns.
+        logprobs: float32 [t], of each token under the policy that sampled it, at the sampling temperature; 0 outside the turns.
         loss_mask: uint8 [t], 1 if the policy sampled the token and it is trained on.
         finish_reason: pb.FINISH_REASON_STOP or pb.FINISH_REASON_LENGTH, of its last turn.
         spans: (version, start, end) of the policy versions, in order, covering exactly the sampled tokens.
@@ -90,9 +90,9 @@ class SampleRecord:
         teacher_logprobs: float32 [t], of each token under the teacher of a distillation, or None.
         parts: the score is the sum of their weighted values without sub-parts.
         text: the response without special tokens, for display.
-        routes: uint8 [t, r], the experts that the replica chose for the position before each token, layer by layer, in r bytes: each a
-            uint8, or a uint16 (little-endian) where a layer has more than 256. Layers without experts have none. Outside of the turns
-            they are 0 and mean nothing. None: not reported.
+        routes: uint8 [t, r], the experts that the replica chose for the position before each token, layer by layer, in r bytes:
+            each a uint8, or a uint16 (little-endian) where a layer has more than 256. Layers without experts have none. Outside
+            of the turns they are 0 and mean nothing. None: not reported.
         replicas: ids of the replicas that sampled its tokens, in order.
         calls: the newest calls of reward servers for it.
         prompt_ids: int32 [p], its prompt where it is not the group's, else None.
@@ -190,7 +190,7 @@ class GroupRecord:
 def episode_fields(group: GroupRecord, sample: SampleRecord) -> dict[str, object]:
     """The fields of a trajectory's line of JSON: its episode, why that ended, its turns, and the conversation.
 
-    If it has several trajectories, `trajectories` are the positions of its samples, and `trajectory` is the place of this one among them.
+    With several trajectories, `trajectories` are the positions of its samples, and `trajectory` is this one's place among them.
     """
     episode = group.episodes[sample.episode]
     positions = [position for position, other in enumerate(group.samples) if other.episode == sample.episode]

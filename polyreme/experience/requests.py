@@ -1,10 +1,10 @@
 """The request log of the training service: each request is in Redis before it is executed, and its first result stands.
 
-A request belongs to a worker, the learner or the sampler. Requests for a model also have a sequence number, and form the model's lane: they
-are submitted and executed in order, without gaps. An executed request that changed the model is kept until a saved state includes it: the
-model after a restart is the newest saved state and the kept requests since.
+A request belongs to a worker, the learner or the sampler. Requests for a model also have a sequence number, and form the model's
+lane: they are submitted and executed in order, without gaps. An executed request that changed the model is kept until a saved
+state includes it: the model after a restart is the newest saved state and the kept requests since.
 
-Invariant: a request that is submitted again, before or after its execution or a restart of any process, has one execution and one result.
+Invariant: a request submitted again, before or after its execution or a restart of any process, has one execution and one result.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ Worker = Literal["learner", "sampler"]
 QueueState = Literal["active", "paused_capacity"]
 """active: the request, or another one of its tenant, is executed or next. paused_capacity: other tenants have their turn."""
 Submitted = Literal["new", "known", "early", "gone", "full", "quota"]
-"""What became of a submission. early: a request with a lower sequence number is missing. gone: executed long ago, its result has expired.
-full: the log has no room now. quota: the tenant has too many open requests."""
+"""What became of a submission. early: a request with a lower sequence number is missing. gone: executed long ago, its result has
+expired. full: the log has no room now. quota: the tenant has too many open requests."""
 
 TENANT_DIGITS = 16
 """The hexadecimal digits of a tenant, a digest of its key."""
@@ -39,8 +39,8 @@ LOAD = ":load"
 MAX_NAMES = 10_000
 """Most records of a group that can be listed, the newest ones."""
 MAX_BEGUN = STARTS_WITHOUT_MEMORY - 1
-"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others: one more
-start without memory would end the service."""
+"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others: one
+more start without memory would end the service."""
 _POLL_SECONDS = 2.0
 
 
@@ -73,8 +73,8 @@ def queue_state(id: str, begun: Sequence[str]) -> QueueState:
 
 
 def in_turns(waiting: Sequence[LogPlace]) -> list[LogPlace]:
-    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order, after those that
-    its model waits for."""
+    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order,
+    after those that its model waits for."""
     count = Counter[str]()
     ranks = []
     waiting = sorted(waiting, key=lambda place: not place.id.endswith(LOAD))
@@ -122,8 +122,8 @@ class RequestBounds:
         open: most open requests of a worker.
         lane_bytes: most bytes of a model's open and kept requests.
         result_seconds: how long a result can be read.
-        result_bytes: most bytes of the results of a session, or of a tenant's requests without one. Beyond them the oldest are deleted before
-            their time.
+        result_bytes: most bytes of the results of a session, or of a tenant's requests without one. Beyond them the oldest are
+            deleted before their time.
         record_seconds: how long a record lives that nobody renews.
     """
 
@@ -135,7 +135,7 @@ class RequestBounds:
 
 
 class RequestLog:
-    """The log of the service `name` in a Redis that persists every write. `records`: for its observer. `limits`: None: those of a service."""
+    """The log of service `name` in a Redis that persists all writes. `records`: for its observer. `limits`: None: a service's."""
 
     def __init__(self, redis: Redis, name: str, limits: RequestBounds | None = None) -> None:
         self.limits = limits or RequestBounds()
@@ -164,7 +164,7 @@ class RequestLog:
         return word
 
     async def begin(self, places: Sequence[LogPlace]) -> list[int]:
-        """Counts the beginnings of each request's execution. Returns their numbers: above 1 after executions that ended with their process."""
+        """Counts and returns the starts of each request's execution: above 1 after executions that ended with their process."""
         if not places:
             return []
         ids, nonce = [place.id for place in places], secrets.token_hex(8)
@@ -186,8 +186,8 @@ class RequestLog:
         await self._redis.hdel(self._key("begun"), id)
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False, record: MetricRecord | None = None) -> bool:
-        """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a restart executes it
-        again unless a saved state includes it."""
+        """Stores a result, and a record of its model for the observer. Returns False when the request has a result. `keep`: a
+        restart executes it again unless a saved state includes it."""
         client = place.id.partition(":")[0] if ":" in place.id else tenant_in(place.id)
         names = [
             ("requests",),
@@ -237,7 +237,7 @@ class RequestLog:
         return [place_of(id.decode(), worker) for id in await self._redis.zrange(self._key("open", worker), 0, -1)]
 
     async def waiting(self, worker: Worker, after: float, most_bytes: int) -> Waiting:
-        """What waits for a worker, with the payloads of the requests after the arrival `after`, as many as have at most `most_bytes` bytes."""
+        """What waits for a worker, with payloads of requests after the arrival `after`, as many as fit `most_bytes` bytes."""
         keys = [self._key("requests"), self._key("open", worker), self._key("begun")]
         ids, newest, begun, new = await self._scripts.call("waiting", str(after), most_bytes, keys=keys)
         counts = {id.decode(): int(count.split()[0]) for id, count in zip(begun[::2], begun[1::2], strict=True)}
@@ -299,7 +299,7 @@ class RequestLog:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Within the block, `result` returns as soon as there is one. Raises StoreError, also in the middle of the block, when Redis is lost."""
+        """In the block, `result` returns as soon as there is one. Raises StoreError, also in the block, when Redis is lost."""
 
         async def follow() -> None:
             last = await self.last_event("result")
@@ -329,8 +329,8 @@ class RequestLog:
         return str(entries[0][0], "ascii") if entries else "0"
 
     async def wait(self, kind: Worker | Literal["result"], last: str) -> tuple[str, list[str]]:
-        """Waits at most two seconds for requests of a worker, or results, after the event `last`. Returns the newest event, and their ids. Events may
-        be lost, so the caller looks again in any case."""
+        """Waits at most two seconds for requests of a worker, or results, after the event `last`. Returns the newest event, and
+        their ids. Events may be lost, so the caller looks again in any case."""
         streams = await self._redis.xread({self._key("events", kind): last}, count=1000, block=int(_POLL_SECONDS * 1000))
         if not streams:
             return last, []
@@ -343,7 +343,7 @@ class RequestLog:
         return {field.decode(): value.decode() for field, value in found.items()} or None
 
     async def set_record(self, kind: str, name: str, fields: Mapping[str, str], groups: Sequence[str] = ()) -> None:
-        """Stores fields of a session or a model, which expires `record_seconds` after its newest use. `names` lists it in its groups."""
+        """Stores fields of a session or model that expires `record_seconds` after its last use. `names` lists it in groups."""
         await self._redis.hset(self._key(kind, name), mapping=dict(fields))
         await self._redis.expire(self._key(kind, name), self.limits.record_seconds)
         for group in groups:
@@ -362,7 +362,7 @@ class RequestLog:
         return [name.decode() for name in await self._redis.zrevrange(self._key("names", kind, group), 0, -1)]
 
     async def use_record(self, tenant: str, kind: str, name: str) -> tuple[Mapping[str, str], float] | None:
-        """A record of a tenant, which is renewed, and when it was last used, seconds since the epoch; None for an unknown or expired one."""
+        """A tenant's record, which is renewed, and when it was last used, seconds since the epoch; None: unknown or expired."""
         life = self.limits.record_seconds
         found = await self._scripts.call("use", tenant, life, keys=[self._key(kind, name)])
         if not found:

@@ -1,7 +1,7 @@
 """The run record: configuration, model files, state and metric records of a run, stored in Redis under the run's id.
 
-Invariant: the keys are authoritative. An entry of the `events` stream only signals that some key has changed. The stream is bounded and
-may lose entries, so every wait also polls the keys once per HEARTBEAT.
+Invariant: the keys are authoritative. An entry of the `events` stream only signals that some key has changed. The stream is
+bounded and may lose entries, so every wait also polls the keys once per HEARTBEAT.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class RunState(StrEnum):
 class Run:
     """A run that exists in Redis. Obtain one with `create`, `resume` or `attach`.
 
-    `start` is the number of the start (creation or resume) that this process belongs to. A process cannot set the state of a later start.
-    `seal` is that of `create` and `resume`, for the processes that the caller starts; see `seal`.
+    `start` is the number of the start (creation or resume) that this process belongs to. A process cannot set the state of a
+    later start. `seal` is that of `create` and `resume`, for the processes that the caller starts; see `seal`.
     """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
@@ -181,7 +181,7 @@ class Run:
     # -- its configuration and model
 
     async def config(self) -> RunConfig:
-        """The resolved configuration. Raises ConfigError when another release has written it, and GateError when it breaks the seal."""
+        """The resolved configuration. Raises ConfigError when another release wrote it, and GateError when it breaks the seal."""
         text = await self.redis.get(self.key("config")) or b"{}"
         check_config(self.run_id, text)
         try:
@@ -202,7 +202,7 @@ class Run:
     # -- its state
 
     async def state(self) -> tuple[RunState, str]:
-        """The state, and the reason for `failed`, `stopped` or `draining` (else ''). Raises UnavailableError when the run does not exist."""
+        """The state and a reason for `failed`, `stopped` or `draining` (else ''). Raises UnavailableError for an unknown run."""
         name, reason = await self.redis.hmget(self.key("meta"), "state", "reason")
         if name is None:
             raise UnavailableError(f"run {self.run_id} in Redis", "no record of it", "Check the run id and the Redis URL.")
@@ -214,7 +214,7 @@ class Run:
 
     @asynccontextmanager
     async def set_when_over(self, over: asyncio.Event, interval: float = OVER_SECONDS) -> AsyncIterator[None]:
-        """Sets `over` when the run has ended or is no longer the newest, while the block runs. It looks every `interval` seconds. Ignores a Redis that does not answer."""
+        """In the block, sets `over` once the run ended or is not the newest; looks every `interval` seconds, if Redis answers."""
 
         async def watch() -> None:
             while True:
@@ -253,8 +253,8 @@ class Run:
         await self.scripts.call("publish", METRICS_BOUND, text, keys=keys)
 
     def report(self, record: MetricRecord) -> None:
-        """Emits a record in the background, after those of earlier calls, so that a lost Redis delays nothing. Call it in the event
-        loop."""
+        """Emits a record in the background, after those of earlier calls, so that a lost Redis delays nothing. Call it in the
+        event loop."""
 
         async def emit() -> None:
             async with self._reporting:  # grants its tasks in the order of their requests
@@ -301,10 +301,10 @@ class Run:
         await self.redis.xtrim(self.key("metrics"), minid=before_id, approximate=False)
 
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
-        """Waits up to `block_ms` milliseconds for events after `after_id` ("$": from now). Returns the new id and (kind, value) pairs.
+        """Waits up to `block_ms` milliseconds for events after `after_id` ("$": now). Returns the new id and (kind, value) pairs.
 
-        Kinds: admit, append, fail, drop, expire, pause, plan, version, evaluated, commit, state, lease, term, device, reward. Events may be lost, so the
-        caller must also poll the keys.
+        Kinds: admit, append, fail, drop, expire, pause, plan, version, evaluated, commit, state, lease, term, device, reward.
+        Events may be lost, so the caller must also poll the keys.
         """
         entries = await self._read("events", after_id, block_ms, 1000)
         signals = [(fields[b"kind"].decode(), fields[b"value"].decode()) for _, fields in entries]
@@ -318,7 +318,7 @@ class Run:
     async def until(self, look: Callable[[], Awaitable[T | None]], within: float = math.inf) -> T | None:
         """Calls `look` until it returns a value: at once, after every event, and at least every HEARTBEAT seconds.
 
-        Returns None after `within` seconds. Without a limit, `look` itself must end the wait, for example when the run's state changes.
+        Returns None after `within` seconds. Without a limit, `look` must end the wait, for example when the run's state changes.
         """
         deadline = time.monotonic() + within
         last = await self.last_event()

@@ -1,7 +1,7 @@
 """Runs the Lua scripts of a run.
 
-Invariant: each script is atomic, so a crash of any process happens between two of them. Every script gets the run's common keys (named in
-common.lua) and, but for `count`, is idempotent, so a command whose answer was lost can be repeated.
+Invariant: each script is atomic, so a crash of any process happens between two of them. Every script gets the run's common keys
+(named in common.lua) and, but for `count`, is idempotent, so a command whose answer was lost can be repeated.
 """
 
 from collections.abc import Sequence

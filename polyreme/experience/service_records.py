@@ -1,7 +1,7 @@
 """What the processes of a training service tell its observer: records about models in a stream, and counters.
 
-Invariant: a record of a request is added once, also when the request is executed again. The observer deletes a record once its run directory
-has it; the stream is bounded, so that a missing observer costs the newest records only.
+Invariant: a record of a request is added once, also when the request is executed again. The observer deletes a record once its
+run directory has it; the stream is bounded, so that a missing observer costs the newest records only.
 """
 
 import json
@@ -86,7 +86,7 @@ class ServiceRecords:
         await self.add(model, group.line())
 
     async def add(self, model: str, line: str) -> None:
-        """Adds a record, as JSON, or drops it while Redis has no memory. `RequestLog.finish` adds that of a request, once, with its result."""
+        """Adds a record as JSON, or drops it while Redis is full. `RequestLog.finish` adds a request's once, with its result."""
         try:
             await self._redis.xadd(self.stream, {"model": model, "line": line}, maxlen=MAX_RECORDS)
         except RefusedError as error:
@@ -107,7 +107,7 @@ class ServiceRecords:
         await self._redis.xtrim(self.stream, minid=until, approximate=False)
 
     async def count(self, amounts: Mapping[str, Mapping[str, float]]) -> None:
-        """Adds to counters: tenant or worker -> field -> amount. They are not exact: what Redis adds as it ends may be added again."""
+        """Adds to counters: tenant or worker -> field -> amount. They are inexact: what Redis adds as it ends may count twice."""
         fields = [
             str(each) for name, of in amounts.items() for field, amount in of.items() for each in (f"{name} {field}", amount)
         ]

@@ -13,8 +13,8 @@ def role_of(number: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of a run's orchestrators. It makes the groups whose index is `number` modulo `count`. The first one leads: it alone admits groups,
-    evaluates, and reports."""
+    """One of a run's orchestrators. It makes the groups whose index is `number` modulo `count`. The first one leads: it alone
+    admits groups, evaluates, and reports."""
 
     number: int = 0
     count: int = 1
@@ -37,7 +37,7 @@ class Shard:
         return range(start + (self.number - start) % self.count, stop, self.count)
 
     def share(self, capacity: int) -> int:
-        """Its part of a capacity that all orchestrators share, at least 1. The parts add up to `capacity` if that is at least `count`."""
+        """Its part of the capacity of all orchestrators, at least 1. The parts sum to `capacity` if that is at least `count`."""
         return max(1, (capacity + self.count - 1 - self.number) // self.count)
 
 

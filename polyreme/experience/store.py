@@ -1,8 +1,8 @@
 """A client of a run's Redis, which checks the server's settings.
 
-Invariant: a command returns its result or raises StoreError. A client retries through a restart, a pause or a failover of Redis, within a
-time limit and with jitter. Acknowledged writes are on disk (`appendfsync always`), and nothing is evicted. What a script has changed is also with
-`min-replicas-to-write` replicas when its call returns, so a failover to the one with the most data keeps it.
+Invariant: a command returns its result or raises StoreError. A client retries through a restart, a pause or a failover of Redis,
+within a time limit, with jitter. Acknowledged writes are on disk (`appendfsync always`), and nothing is evicted. What a script
+changed is also with `min-replicas-to-write` replicas when its call returns, so a failover to the one with the most data keeps it.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ LOADING_TIMEOUT = 300.0
 REPLICA_TIMEOUT = 2.0
 """Wait of a script's call for replicas, before it repeats the script. Less than SOCKET_TIMEOUT."""
 COMMANDS_AT_ONCE = 64
-"""Commands of a client that have no answer yet, each on its own connection. Beyond 100 connections the client itself refuses commands."""
+"""A client's unanswered commands, each on its own connection. Beyond 100 connections the client itself refuses commands."""
 _REMINDER_INTERVAL = 10.0
 _RETRY = Backoff(first=0.02, longest=2.0)
 
@@ -108,7 +108,7 @@ class Store(Redis):
                         return await super().execute_command(*args, **options)
                 finally:
                     if task and task.cancelling() > cancels:
-                        # wait_for of Python 3.11, which the client uses, loses a cancellation that arrives as it completes or fails.
+                        # The client's wait_for, of Python 3.11, loses a cancellation that arrives as it completes or fails.
                         raise asyncio.CancelledError
             except exceptions.NoScriptError:
                 raise
@@ -145,8 +145,8 @@ class Store(Redis):
 async def connect(url: str, reconnect_timeout: float | None = None, socket_timeout: float = SOCKET_TIMEOUT) -> Store:
     """A client of the Redis at `url` (redis://, rediss:// or unix://), after a check that it persists every write.
 
-    A URL without a password uses the environment variable PASSWORD; commands move passwords there: see `redis_url`. With the parameter
-    `sentinel` the URL names Sentinels, which are asked for the primary at each new connection: see `redis_url.watched`.
+    A URL without a password uses the environment variable PASSWORD; commands move passwords there: see `redis_url`. With the
+    parameter `sentinel` the URL names Sentinels, which are asked for the primary at each new connection: see `redis_url.watched`.
 
     The client belongs to the running event loop. Close it with `aclose()`.
 
@@ -194,13 +194,15 @@ def _client(url: str, seconds: float) -> Store:
     sentinels.sentinels = [_connection(_SentinelClient, each, SENTINEL_PASSWORD, seconds) for each in place.sentinel_urls]
     options: dict[str, object] = {**_connection(Store, place.url, PASSWORD, seconds).connection_pool.connection_kwargs}
     has_tls = urlsplit(place.url).scheme == "rediss"
-    client: Store = Store.from_pool(SentinelConnectionPool(place.name, sentinels, ssl=has_tls, **options))  # type: ignore[assignment]
+    client: Store = Store.from_pool(  # type: ignore[assignment]
+        SentinelConnectionPool(place.name, sentinels, ssl=has_tls, **options)
+    )
     client.sentinels = sentinels
     return client
 
 
 def _connection(kind: type[Client], url: str, password: str, seconds: float) -> Client:
-    """A client of one server. `password`: the environment variable with its password; one in the URL takes precedence. `seconds`: for one answer."""
+    """A client of a server. `password`: its password's environment variable, unless the URL has one. `seconds`: for an answer."""
     return kind.from_url(  # type: ignore[return-value]
         url,
         socket_timeout=seconds,

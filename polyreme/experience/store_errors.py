@@ -16,8 +16,8 @@ REQUIRED_SETTINGS = {"appendonly": "yes", "appendfsync": "always", "maxmemory-po
 """The settings with which Redis loses no acknowledged write."""
 SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in REQUIRED_SETTINGS.items())
 USER_RULES = (
-    "~polyreme:* resetchannels -@all +@hash +@list +@set +@sortedset +@stream +@string -@dangerous +del +exists +expire +pexpire +ttl "
-    "+scan +evalsha +script|load +wait +time +ping +select +info +config|get"
+    "~polyreme:* resetchannels -@all +@hash +@list +@set +@sortedset +@stream +@string -@dangerous +del +exists +expire "
+    "+pexpire +ttl +scan +evalsha +script|load +wait +time +ping +select +info +config|get"
 )
 """The least rights with which a Redis user can do all that Polyreme does, as rules of ACL SETUSER."""
 
@@ -49,8 +49,8 @@ def _refusal(code: str, reply: str) -> tuple[str, str, str]:
             return (
                 "free memory in Redis",
                 "Redis at its `maxmemory`",
-                "Raise maxmemory. In a run, a lower trainer.save_interval releases groups sooner; in a training service, requests leave as "
-                "they are executed, and results expire. Nothing was lost.",
+                "Raise maxmemory. In a run, a lower trainer.save_interval releases groups sooner; in a training service, "
+                "requests leave as they are executed, and results expire. Nothing was lost.",
             )
         case "READONLY" | "MISCONF":
             return "a Redis that accepts writes", reply, "Use the primary, not a replica, and check that its disk has room."

@@ -1,7 +1,7 @@
 """An HTTP client of the replicas of one run.
 
-Invariant: it uses the run's TLS and token, and follows neither proxies of the environment nor redirects. A connection has a deadline; the
-caller sets that of the reply.
+Invariant: it uses the run's TLS and token, and follows neither proxies of the environment nor redirects. A connection has a
+deadline; the caller sets that of the reply.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Forwards one request to a replica, and to another one when the first fails before anything was sent.
 
-Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered only by that version.
-Every request, including its body, ends at its deadline and when its client disconnects, also at the replica.
+Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered only by that
+version. Every request, including its body, ends at its deadline and when its client disconnects, also at the replica.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from polyreme.process.tasks import unless
 ATTEMPTS = 3
 """Maximum number of failed replicas per request."""
 _Outcome = Literal["answered", "failed", "refused"]
-"""The result of one replica: the client has a reply or a part of one; the client has nothing; the replica serves another version."""
+"""The result of a replica: the client has a reply or part of one; the client has nothing; the replica serves another version."""
 REPLICA_HEADER = "polyreme-replica"
 _REFUSAL = "policy_version"
 """Code of a replica's error: it serves another version, or has swapped to another one before the answer was complete."""

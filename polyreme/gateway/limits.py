@@ -15,7 +15,7 @@ class GatewayLimits:
         last_word: for sending the error at a deadline, so that a client that reads nothing does not occupy a place longer.
         poll_interval: between two reads of the leases and of the replicas' metrics.
         poll: for a replica's metrics.
-        leave: for which a replica may still answer after its lease has gone: draining takes up to 25, see `polyreme_rollout.serving`.
+        leave: for which a replica may answer after its lease has gone: draining takes up to 25, see `polyreme_rollout.serving`.
         body_bytes: of a request.
     """
 

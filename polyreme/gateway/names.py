@@ -1,6 +1,6 @@
 """The model names of a gateway, which select policy versions.
 
-Invariant: pure. NAME is any version that is served, `latest` the newest one, NAME@17 version 17; an alias stands for one of these.
+Invariant: pure. NAME is any served version, `latest` the newest one, NAME@17 version 17; an alias stands for one of these.
 """
 
 import re

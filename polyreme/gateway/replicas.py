@@ -1,7 +1,7 @@
 """The replicas of a run from the view of a gateway: addresses, versions and loads.
 
-Invariant: replicas join and leave with their leases. Version and load come from a replica's /metrics and are at most one poll interval and one
-timeout old; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
+Invariant: replicas join and leave with their leases. Version and load come from a replica's /metrics and are at most one poll
+interval and one timeout old; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The reply to one request of a gateway: a whole body, a stream of events, or an error in OpenAI's format.
 
-Invariant: a reply is sent once. An error is a status while nothing has been sent, and the stream's last event afterwards. Only whole events
-are forwarded, each unchanged, so that a stream can break between two events but never inside one.
+Invariant: a reply is sent once. An error is a status while nothing has been sent, and the stream's last event afterwards. Only
+whole events are forwarded, each unchanged, so that a stream can break between two events but never inside one.
 """
 
 import json

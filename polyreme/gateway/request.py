@@ -33,7 +33,7 @@ class ForwardedRequest:
 
     Attributes:
         wanted: the version that the model's name selects.
-        bounds: bounds from the client's headers. The replica checks them and a version in `wanted` again, since it may have swapped.
+        bounds: from the client's headers. The replica checks them and a version in `wanted` again, since it may have swapped.
     """
 
     path: str

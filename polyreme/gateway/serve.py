@@ -1,6 +1,6 @@
 """A running gateway of one run.
 
-Invariant: the gateway requires of its callers the token and the certificates that the run's services require, and presents its own to
+Invariant: the gateway requires of its callers the token and certificates that the run's services require, and presents its own to
 the replicas. It answers the list of models of /v1 itself, and forwards completions. Every error of /v1 has OpenAI's format.
 """
 

@@ -1,7 +1,7 @@
-"""Downloads of repositories by `huggingface_hub` and `datasets`, which have the cache, the token and the offline mode of every other program.
+"""Downloads of repositories by `huggingface_hub` and `datasets`, which have the cache, token and offline mode of other programs.
 
-Invariant: what is returned is of the commit that was asked for. `datasets` takes the newest cached copy of any commit when the hub does not
-answer, so the commit of what it loads is compared.
+Invariant: what is returned is of the commit that was asked for. `datasets` takes the newest cached copy of any commit when the
+hub does not answer, so the commit of what it loads is compared.
 """
 
 import json
@@ -68,7 +68,7 @@ def download_data(
 
 
 def _snapshot(name: str, kind: str, revision: str | None, patterns: Sequence[str]) -> tuple[str, Path]:
-    """The commit and the directory of a repository's files in the cache of `huggingface_hub`, which downloads what is not there."""
+    """The commit and the directory of a repository's files in the cache of `huggingface_hub`, which downloads what it lacks."""
     import huggingface_hub
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -81,7 +81,7 @@ def _snapshot(name: str, kind: str, revision: str | None, patterns: Sequence[str
 
 
 def _cached(name: str, commit: str, config: str | None) -> Path | None:
-    """What `datasets` has prepared of a commit, or None. Without a configuration's name only the one called `default` is certain."""
+    """What `datasets` has prepared of a commit, or None. Without a configuration's name only `default` is certain."""
     from datasets.config import HF_DATASETS_CACHE
     from datasets.naming import camelcase_to_snakecase
 
@@ -144,5 +144,8 @@ def _explained(what: str, name: str, revision: str | None, key: str) -> Iterator
     except (HfHubHTTPError, OSError, ValueError) as error:
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
         found = "offline mode (HF_HUB_OFFLINE), and not in the cache" if offline else f"{type(error).__name__}: {error!s:.300}"
-        advice = f"Fix {key}, or download it where there is a network, with the same HF_HOME (now {huggingface_hub.constants.HF_HOME})."
+        advice = (
+            f"Fix {key}, or download it where there is a network, with the same HF_HOME (now"
+            f" {huggingface_hub.constants.HF_HOME})."
+        )
         raise ConfigError(wanted, found.replace("\n", " "), advice) from error

@@ -1,8 +1,8 @@
 """A stand-in of a Hugging Face hub's HTTP interface, for tests without a network.
 
-Contract: `huggingface_hub` and `datasets`, pointed at `url` by HF_ENDPOINT, find repositories, revisions, file lists and files as at the hub
-itself: `api/{models,datasets}/NAME/{revision,tree,paths-info}` and `[datasets/]NAME/resolve/REVISION/FILE`, with the hub's headers and error
-codes. It has no search, no upload, no access control and no Xet storage.
+Contract: `huggingface_hub` and `datasets`, pointed at `url` by HF_ENDPOINT, find repositories, revisions, file lists and files as
+at the hub itself: `api/{models,datasets}/NAME/{revision,tree,paths-info}` and `[datasets/]NAME/resolve/REVISION/FILE`, with the
+hub's headers and error codes. It has no search, no upload, no access control and no Xet storage.
 """
 
 import hashlib

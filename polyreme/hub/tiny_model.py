@@ -1,7 +1,7 @@
 """A tiny model with random weights, to try a run without another model.
 
-Invariant: the files are those of a Hugging Face directory of a Llama with a character tokenizer, and the same call writes the same bytes.
-Only NumPy is needed.
+Invariant: the files are those of a Hugging Face directory of a Llama with a character tokenizer, and the same call writes the
+same bytes. Only NumPy is needed.
 """
 
 import json

@@ -51,7 +51,7 @@ def above(least: float) -> Convert:
 
 
 def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Convert:
-    """The penalty near the length limit, from the keys of the buffer, the limit and the factor. Other systems count the buffer in tokens.
+    """The penalty near the length limit, from the keys of buffer, limit and factor. Other systems count the buffer in tokens.
 
     Args:
     usual: the limit if the file has none.
@@ -74,7 +74,7 @@ def lookup(table: Mapping[K, object], *ignored: object) -> Convert:
 
 
 def choice(what: str, table: Mapping[K, object], *ignored: object) -> Convert:
-    """The table's entry of the value, for keys that choose the algorithm. Without an entry, the import is refused: see `refused`."""
+    """The table's entry of the value, for keys that choose the algorithm. Without one, the import is refused: see `refused`."""
 
     def convert(value: Any, values: Values) -> object:
         if value in table:

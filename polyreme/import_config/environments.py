@@ -8,7 +8,10 @@ from polyreme.import_config.rules import LOSSES, Fate, ForeignEnvironment
 
 PLACEHOLDER = "FILL_IN/environment.py"
 """The file of an environment that the user must write: the run does not start without it."""
-CLASS = "a class with `reset` and `step`, which gives the rewards; `polyreme init FOLDER --environment` writes an example (docs/environments.md)"
+CLASS = (
+    "a class with `reset` and `step`, which gives the rewards; `polyreme init FOLDER --environment` writes an example"
+    " (docs/environments.md)"
+)
 TAKEN = "an `AgentInstance` is played as it is, an executor with a loop of its own is not (docs/environments.md)"
 _BRIEFEST = 3
 """Tokens of the briefest turn, if tokens alone bound an episode: the answer, its end and the next message."""

@@ -1,7 +1,7 @@
 """MindSpeed RL: the YAML files of its PPO, GRPO and DAPO.
 
-Keys and defaults: mindspeed_rl/config_cls/*.py. Sections are `megatron_training`, `actor_config`, `critic_config`, `rl_config` and
-`generate_config`; a key of the actor's or the critic's section overrides that of `megatron_training`.
+Keys and defaults: mindspeed_rl/config_cls/*.py. Sections are `megatron_training`, `actor_config`, `critic_config`, `rl_config`
+and `generate_config`; a key of the actor's or the critic's section overrides that of `megatron_training`.
 
 Invariant: this module and `mindspeed_keys` are the only places that know MindSpeed RL's keys.
 """
@@ -194,7 +194,7 @@ def _optimizer(section: str, target: str, values: Values) -> Fixed:
 
 
 def _rewards(values: Values) -> tuple[object, str]:
-    """Every verifier is one of ours, with a CHECK where its values differ, or a file to be written; without rules, a reward model."""
+    """Every verifier is one of ours, with a CHECK where its values differ, or a file to write; without rules, a reward model."""
     if not values[f"{RL}.rule_reward"]:
         return [{"model": "FILL_IN/reward-model"}], "CHECK: rule_reward: false; a directory with a sequence classifier"
     names, weights = values[f"{RL}.verifier_function"], values.get(f"{RL}.verifier_weight", [1.0])

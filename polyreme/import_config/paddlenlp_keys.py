@@ -1,6 +1,6 @@
 """The fate of each of PaddleNLP's keys, and its batch arithmetic: prompts, samples, optimizer steps and iterations.
 
-`PPOTrainer.train` adds 1 to its global step at each optimizer step, and `max_steps`, `save_steps`, `eval_steps` and the schedule count these.
+Each optimizer step of `PPOTrainer.train` is a global step, which `max_steps`, `save_steps`, `eval_steps` and the schedule count.
 
 Invariant: a pattern with `*` says "no effect on training" only where that is true of every key below it.
 """
@@ -97,11 +97,11 @@ TRAINING = (
     *part_of("algorithm.advantage.whiten", "normalize_advantage"),
     Rule("dynamic_sampling", "algorithm.dynamic_sampling"),
     *part_of("algorithm.kl", "kl_coeff", "kl_loss_coeff"),
-    *part_of("trainer.optimizer", "learning_rate", "min_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-             "max_grad_norm", "warmup_ratio", "warmup_steps"),
+    *part_of("trainer.optimizer", "learning_rate", "min_learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+             "adam_epsilon", "max_grad_norm", "warmup_ratio", "warmup_steps"),
     Rule("lr_scheduler_type", "trainer.optimizer.schedule", "", _schedule),
-    *part_of("trainer.critic.optimizer", "critic_learning_rate", "critic_min_learning_rate", "critic_weight_decay", "critic_warmup_ratio",
-             "critic_warmup_steps"),
+    *part_of("trainer.critic.optimizer", "critic_learning_rate", "critic_min_learning_rate", "critic_weight_decay",
+             "critic_warmup_ratio", "critic_warmup_steps"),
     Rule("critic_lr_scheduler_type", "trainer.critic.optimizer.schedule", "", unless_off(_without_critic, _schedule)),
     *lost("the rate falls until the last iteration", "decay_steps", "critic_decay_steps", unless=(None, -1), off=_constant),
     *lost("a fall has one form here", "num_cycles", "lr_end", "power", off=_constant),
@@ -125,7 +125,8 @@ TRAINING = (
     *part_of("group_size", "rollout_n", "num_return_sequences"),
     *part_of("algorithm.minibatches", "global_mini_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
     Rule("seed", "seed"),
-    Rule("enable_overlong_reward_buffer", "algorithm.shaping.overlong", "overlong_reward_buffer / max_dec_len, with overlong_penalty_factor",
+    Rule("enable_overlong_reward_buffer", "algorithm.shaping.overlong",
+         "overlong_reward_buffer / max_dec_len, with overlong_penalty_factor",
          overlong("overlong_reward_buffer", "max_dec_len", "overlong_penalty_factor", 256)),
     *part_of("algorithm.shaping.overlong", "overlong_reward_buffer", "overlong_penalty_factor"),
     *part_of("reward.rewards", "reward_model_name_or_path", "reward_server", "use_rm_server", "use_rule_reward"),
@@ -143,8 +144,8 @@ DATA = (
     *lost("replicas have the learner's weights", "rollout_quant_type", unless=(None, "")),
     *lost("the stop tokens of generation_config.json end a response", "eos_token", unless=(None, "")),
     *lost("set data.template: chat, or put the template into the tokenizer's files", "chat_template", unless=(None, "none", "")),
-    *lost("prompts have one tokenization", *(f"{role}_tokenizer_alpha" for role in ("actor", "reward", "critic", "reward_critic")),
-          unless=(None, 0)),
+    *lost("prompts have one tokenization",
+          *(f"{role}_tokenizer_alpha" for role in ("actor", "reward", "critic", "reward_critic")), unless=(None, 0)),
     *lost("CHECK: list its files and their weights in data.train", "train_task_config", unless=(None, "")),
     *lost("list its files in data.eval", "eval_task_config", unless=(None, "")),
     Rule("dataloader_shuffle", "data.shuffle"),
@@ -152,8 +153,8 @@ DATA = (
     *part_of("data.label_key", "response_key", "label_key"),
     *part_of("rollout.max_model_len", "max_length", "max_seq_len"),
     *idle("a pass has whole batches", "dataloader_drop_last", "dataloader_num_workers"),
-    *idle("evaluation only", "max_evaluate_steps", "per_device_eval_batch_size", "eval_mode", "evaluation_strategy", "do_eval", "do_train",
-          "early_stopping_threshold"),
+    *idle("evaluation only", "max_evaluate_steps", "per_device_eval_batch_size", "eval_mode", "evaluation_strategy", "do_eval",
+          "do_train", "early_stopping_threshold"),
     *idle("prompts have one limit", "max_src_len"),
 )  # fmt: skip
 
@@ -162,7 +163,8 @@ RUN = (
     Rule("rollout_tensor_parallel_degree", "rollout.tensor_parallel", "-1: tensor_parallel_degree",
          lambda value, values: value if value > 0 else max(1, values.get("tensor_parallel_degree", 1))),
     Rule("tensor_parallel_degree", "trainer.parallel.tensor", "-1: 1", lambda value, _: max(1, value)),
-    Rule("pipeline_parallel_degree", "trainer.parallel.pipeline", "-1: 1; every stage has equally many layers", lambda value, _: max(1, value)),
+    Rule("pipeline_parallel_degree", "trainer.parallel.pipeline", "-1: 1; every stage has equally many layers",
+         lambda value, _: max(1, value)),
     Rule("sep_parallel_degree", "trainer.parallel.context", "-1: 1", lambda value, _: max(1, value)),
     Rule("virtual_pp_degree", "trainer.parallel.virtual_pipeline"),
     *part_of("trainer.parallel.data", "sharding_parallel_degree"),
@@ -178,14 +180,14 @@ RUN = (
     Rule("output_dir", "output_dir", "", path),
     Rule("run_name", "name", "lower-case letters, digits and hyphens", name),
     Rule("report_to", "trackers", "metrics.jsonl and TensorBoard are always written", trackers),
-    *idle("Paddle's kernels, memory, storage and logs", "pipeline_parallel_config", "sharding", "sharding_parallel_config", "recompute_*",
-          "critic_recompute", "critic_recompute_*", "use_fused_*", "use_flash_attention", "use_remove_padding", "use_fusemt",
-          "use_fp32_compute", "use_attn_mask_startend_row_indices", "fused_linear", "fp16_opt_level", "amp_*", "sequence_parallel",
-          "tensor_parallel_output", "tensor_parallel_config", "balance_batch", "release_grads", "per_device_*_batch_size",
-          "rollout_logprob_batch_size", "unified_checkpoint", "unified_checkpoint_config", "ignore_save_lr_and_optim", "save_strategy",
-          "save_on_each_node", "overwrite_output_dir", "logging_dir", "logging_steps", "logging_strategy", "disable_tqdm", "wandb_*",
-          "skip_profile_timer", "autotuner_benchmark", "stage", "device", "ignore_data_skip", "hybrid_parallel_topo_order", "do_predict",
-          "do_export", "load_best_model_at_end"),
+    *idle("Paddle's kernels, memory, storage and logs", "pipeline_parallel_config", "sharding", "sharding_parallel_config",
+          "recompute_*", "critic_recompute", "critic_recompute_*", "use_fused_*", "use_flash_attention", "use_remove_padding",
+          "use_fusemt", "use_fp32_compute", "use_attn_mask_startend_row_indices", "fused_linear", "fp16_opt_level", "amp_*",
+          "sequence_parallel", "tensor_parallel_output", "tensor_parallel_config", "balance_batch", "release_grads",
+          "per_device_*_batch_size", "rollout_logprob_batch_size", "unified_checkpoint", "unified_checkpoint_config",
+          "ignore_save_lr_and_optim", "save_strategy", "save_on_each_node", "overwrite_output_dir", "logging_dir",
+          "logging_steps", "logging_strategy", "disable_tqdm", "wandb_*", "skip_profile_timer", "autotuner_benchmark", "stage",
+          "device", "ignore_data_skip", "hybrid_parallel_topo_order", "do_predict", "do_export", "load_best_model_at_end"),
     *idle("groups are filtered without a limit of batches", "max_gen_batches", "global_gen_batch_size"),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Renders an import as the text of a run.yaml.
 
-Invariant: the text begins with what was not carried over and what the user must decide. It has every value with its origin as a comment,
-and every other key in a list. Pure.
+Invariant: the text begins with what was not carried over and what the user must decide. It has every value with its origin as a
+comment, and every other key in a list. Pure.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """The rules of an import: every key of another system has a declared fate.
 
-Invariant: a rule without a counterpart among our keys declares why. A rule with `*` never says "no effect" about keys that change training.
+Invariant: a rule without a counterpart among our keys says why. One with `*` never says "no effect" of keys that change training.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,8 +16,8 @@ Convert = Callable[[Any, Values], object]
 Fixed = dict[str, tuple[object, str]]
 """Our keys with value and origin, as `System.fixed` returns them."""
 ITERATIONS = "(iterations)"
-"""Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed. Names in
-brackets are no keys of the file."""
+"""Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed. Names
+in brackets are no keys of the file."""
 
 
 class Fate(StrEnum):
@@ -80,8 +80,8 @@ class Rule:
         key: the other system's dotted key. `*` matches any text.
         target: our dotted key; empty: there is no counterpart.
         note: a description of the translation, or the reason why there is no counterpart. Empty: the value is taken over.
-        convert: computes our value from the key's value and all values: a value, `Noted`, `Lost`, `Off` or PART. None: the same value. A
-            mapping sets the keys below `target`.
+        convert: computes our value from the key's value and all values: a value, `Noted`, `Lost`, `Off` or PART. None: the same
+            value. A mapping sets the keys below `target`.
         fate: the declared fate.
     """
 
@@ -180,9 +180,9 @@ class System:
         name: name on the command line.
         title: name in texts.
         rules: rules of its keys. A key may have several rules. Rules that name the whole key have priority over those with `*`.
-        defaults: its defaults for relevant keys, used when a file lacks them: those that differ from ours, and those that rules read.
-        fixed: our keys that follow from the system itself, or from several keys: computes value and reason from all values. The value may
-            be `Lost`.
+        defaults: its defaults for keys, used when a file lacks them: those that differ from ours, and those that rules read.
+        fixed: our keys that follow from the system itself, or from several keys: computes value and reason from all values. The
+            value may be `Lost`.
         epochs: its key with the number of passes over the data, for files without a number of iterations.
         environment: computes the environment of a run of several turns from all values; None: one answer per prompt.
     """

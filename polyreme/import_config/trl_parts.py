@@ -1,7 +1,7 @@
 """Our keys that follow from several keys of TRL: lengths, rewards, data, several turns, and the other modules' parts.
 
-Invariant: pure functions of the values, with TRL's defaults for those that a file lacks. Every reward that a configuration names is in the
-result: as ours, as the module that it names, as a penalty of the response length, or as a file that the user must write.
+Invariant: pure functions of the values, with TRL's defaults for what a file lacks. Every reward that a configuration names is in
+the result: as ours, as the module that it names, as a penalty of the response length, or as a file that the user must write.
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
 """The process that owns the workers: it forks them, ends them, and cleans up after them.
 
-Invariant: after it has ended, no process that a worker started is running and none of the workers' temporary files exists. It has one
-thread, runs no plugin code, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends when its control socket closes.
+Invariant: after it has ended, no process that a worker started is running and none of the workers' temporary files exists. It has
+one thread, runs no plugin code, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends when its control socket closes.
 
 Messages on the control socket (SOCK_SEQPACKET, JSON): receives {"spawn": id} with the worker's socket, and {"kill": id}; sends
-{"forked": id} and {"exited": id, "reason": text}. Usage: `python -m polyreme.isolation.keeper FD FOLDER WORKER MODULE...`. FOLDER has one
-folder for each worker's temporary files and is removed at the end. WORKER is the module whose `main(socket)` is a worker; it returns the exit
-status. It and the other modules are imported before the first fork.
+{"forked": id} and {"exited": id, "reason": text}. Usage: `python -m polyreme.isolation.keeper FD FOLDER WORKER MODULE...`. FOLDER
+has one folder for each worker's temporary files and is removed at the end. WORKER is the module whose `main(socket)` is a worker;
+it returns the exit status. It and the other modules are imported before the first fork.
 """
 
 import ctypes

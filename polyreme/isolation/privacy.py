@@ -1,7 +1,7 @@
 """Keeps the service's secrets from workers, programs and other processes of the same user.
 
-Invariant: the environment of the keeper and its workers has only the variables named here or in the configuration. So it contains no
-password or token of the service.
+Invariant: the environment of the keeper and its workers has only the variables named here or in the configuration. So it contains
+no password or token of the service.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def scrubbed(environment: Mapping[str, str], keep: Collection[str]) -> dict[str,
 
 
 def refuse_inspection() -> None:
-    """Prevents other processes of this user from reading this one's memory and environment, and from attaching to it. Forks inherit this.
+    """Prevents other processes of this user from reading this one's memory and environment or attaching to it. Forks inherit it.
 
     Does nothing on systems other than Linux. Raises OSError.
     """

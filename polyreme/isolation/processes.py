@@ -112,7 +112,7 @@ class Workers:
 
     Attributes:
         last_error: why the last attempt to start a worker failed, or None.
-        facts: version and description of each thing that was loaded, and whether it reads tokens, as reported by the first worker.
+        facts: version and description of each thing loaded, and whether it reads tokens, as reported by the first worker.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Workers:
         self.facts: list[tuple[str, str, bool]] = []
 
     async def spawn_all(self, count: int) -> list[Worker]:
-        """Starts `count` workers, at least one: the first alone, so that code that cannot be loaded is one error. Raises as `spawn`."""
+        """Starts `count` workers, at least one: the first alone, so code that does not load is one error. Raises as `spawn`."""
         first = await self.spawn()
         return [first, *await asyncio.gather(*(self.spawn() for _ in range(count - 1)))]
 

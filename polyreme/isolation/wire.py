@@ -17,7 +17,7 @@ FRAME_LIMIT = 256 << 20
 
 
 def encode(message: object) -> bytes:
-    """Encodes one frame. JSON escapes keep it ASCII, so that lone surrogates survive. Raises ValueError beyond FRAME_LIMIT bytes."""
+    """Encodes one frame. JSON escapes keep it ASCII, so lone surrogates survive. Raises ValueError beyond FRAME_LIMIT bytes."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(body) > FRAME_LIMIT:
         raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {len(body)}")

@@ -1,5 +1,5 @@
-"""The server's side of many calls on one stream. Their messages that wait at the same time are sent as one batch, since a message costs far more
-than its parts. `many_calls` is the client's side.
+"""The server's side of many calls on one stream. Their messages that wait at the same time are sent as one batch, since a message
+costs far more than its parts. `many_calls` is the client's side.
 
 Invariant: a call ends with its own status, and with the stream. One that the caller cancels says nothing more.
 """
@@ -20,8 +20,8 @@ from polyreme.net.rpc import MAX_MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 Batch = Any
-"""The messages of many calls. To the server: `requests`, each with `number` and `request`, and the numbers of calls to `cancel`. To the
-client: `responses`, each with `number`, `response` and `status`."""
+"""The messages of many calls. To the server: `requests`, each with `number` and `request`, and the numbers of calls to `cancel`.
+To the client: `responses`, each with `number`, `response` and `status`."""
 TOLD_BYTES = 1 << 20
 """Size beyond which a batch takes nothing more."""
 MOST_TOLD_BYTES = MAX_MESSAGE_BYTES - 2 * TOLD_BYTES
@@ -80,7 +80,7 @@ class CallStream(Generic[Request, Response]):
     """The calls of one stream.
 
     Args:
-        responses: answers a call whose messages it gets: yields its responses, each with whether it is the last one. Raises CallError.
+        responses: answers a call whose messages it gets: yields its responses, each with whether it is last. Raises CallError.
         batch: makes an empty batch to the client.
         most: the largest number of calls at the same time.
     """

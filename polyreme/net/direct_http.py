@@ -1,7 +1,7 @@
 """HTTP requests with urllib to the servers of a run.
 
-Invariant: no request goes through a proxy. The environment's proxy is for the world outside; a run's servers are on this machine or in its
-network, and a proxy cannot reach them.
+Invariant: no request goes through a proxy. The environment's proxy is for the world outside; a run's servers are on this machine
+or in its network, and a proxy cannot reach them.
 """
 
 import ssl

@@ -105,7 +105,7 @@ def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: s
 
 
 def address_towards(redis_url: str) -> str:
-    """This machine's address towards Redis, which is 127.0.0.1 on Redis' own machine. Raises ConfigError when there is no route."""
+    """This machine's address towards Redis, which is 127.0.0.1 on Redis' machine. Raises ConfigError when there is no route."""
     redis = urlsplit(redis_url)
     host, port = redis.hostname or loopback(), redis.port or 6379
     try:
@@ -124,7 +124,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has one of this machine's addresses, such as "lo". Raises ValueError: none has it."""
+    """The name of the network interface with one of this machine's addresses, such as "lo". Raises ValueError: none has it."""
     plain = address.partition("%")[0]
     for name, found in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == plain for each in found):

@@ -1,8 +1,8 @@
 """Bounds for the connections of an HTTP server, of clients that are slow, broken or hostile.
 
-Invariant: a connection ends when a request does not arrive completely in time, when its head or its raw body is too large, or when the client
-takes no more of an answer. When all of `connections` are open, a new one replaces the oldest one that has no complete request, so
-clients that send nothing do not keep others out, and the process keeps file descriptors for its own work.
+Invariant: a connection ends when a request does not arrive completely in time, when its head or its raw body is too large, or
+when the client takes no more of an answer. When all of `connections` are open, a new one replaces the oldest one that has no
+complete request, so clients that send nothing do not keep others out, and the process keeps file descriptors for its own work.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """Refuses requests that a web page of others makes through a user's browser, to an HTTP port without a token.
 
-Two ways lead there. A page can resolve its own name to this address (DNS rebinding) and then reads answers as its own: such a request
-names the page's host in `Host`. A page can also call this address as it is; its browser then names the page in `Origin`.
+Two ways lead there. A page can resolve its own name to this address (DNS rebinding) and then reads answers as its own: such a
+request names the page's host in `Host`. A page can also call this address as it is; its browser then names the page in `Origin`.
 
-Invariant: a request is answered only if every `Host` is an address in digits, a loopback name, or a name of this service, and if its
-`Origin`, where it has one, is on this machine or the called host. An address in digits is never refused: no page has one as its name.
+Invariant: a request is answered only if every `Host` is an address in digits, a loopback name, or a name of this service, and its
+`Origin`, if any, is on this machine or the called host. An address in digits is never refused: no page has one as its name.
 """
 
 import ipaddress

@@ -1,8 +1,8 @@
 """HTTP servers: uvicorn inside the process's event loop, for every service.
 
-Invariant: the server installs no signal handler and ends with its block. With a token, only the probes, and the paths that the service
-declares open, are answered without it. Without one, no other web page reaches the server through a browser (`http_hosts`). A request body
-beyond the limit is refused and never kept. Slow and idle clients are bounded (`http_connections`).
+Invariant: the server installs no signal handler and ends with its block. With a token, only the probes, and the paths that the
+service declares open, are answered without it. Without one, no other web page reaches the server through a browser
+(`http_hosts`). A request body beyond the limit is refused and never kept. Slow and idle clients are bounded (`http_connections`).
 """
 
 import asyncio
@@ -41,8 +41,8 @@ def detail_body(status: int, message: str) -> bytes:
 
 
 class RequireBearer:
-    """Answers 401 to requests without the token, except to the probes and to paths for which `is_open` is true. Clients of OpenAI's form send
-    the token as a bearer, others in `x-api-key`."""
+    """Answers 401 to requests without the token, except to the probes and to paths for which `is_open` is true. Clients of
+    OpenAI's form send the token as a bearer, others in `x-api-key`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Many calls to a server on one stream: a call of its own costs both sides far more than a message. `call_stream` is the server's side.
+"""Many calls to a server on one stream: a call costs both sides far more than a message. `call_stream` is the server's side.
 
-Invariant: a call ends with its own status, or with that of the stream, which ends all calls that are on it and no others. The next call then
-begins another stream.
+Invariant: a call ends with its own status, or with that of the stream, which ends all calls that are on it and no others. The
+next call then begins another stream.
 """
 
 import asyncio

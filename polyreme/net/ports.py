@@ -1,7 +1,7 @@
 """Ports and the loopback address, in addresses and for processes that bind them later.
 
-Invariant: free ports lie below the kernel's range for outgoing connections, so that no connection takes one before its process binds it;
-not even a client that retries on the port, which would otherwise connect to itself.
+Invariant: free ports lie below the kernel's range for outgoing connections, so that no connection takes one before its process
+binds it; not even a client that retries on the port, which would otherwise connect to itself.
 """
 
 import errno
@@ -46,7 +46,7 @@ def loopback() -> str:
 
 
 def free_port(host: str | None = None) -> int:
-    """A port of this machine's address `host` (default: loopback) on which no process listens. Raises ConfigError when it finds none."""
+    """A port of this machine's `host` (default: loopback) on which no process listens. Raises ConfigError when it finds none."""
     draw = random.SystemRandom()  # processes with the same seed must not draw the same ports
     host = host or loopback()
     for _ in range(_TRIES):

@@ -87,8 +87,8 @@ def exposure(url: str) -> str:
     host = parts.hostname or "localhost"
     who = "user of its machine" if host == "localhost" or is_loopback(host) else "machine that reaches it, and every user there,"
     return (
-        f"the Redis at {join(host, parts.port or 6379)} has no password: every {who} can read the run's samples and change what it trains. "
-        f"Set `requirepass` there and {PASSWORD} here."
+        f"the Redis at {join(host, parts.port or 6379)} has no password: every {who} can read the run's samples and change what "
+        f"it trains. Set `requirepass` there and {PASSWORD} here."
     )
 
 
@@ -104,7 +104,7 @@ def with_password(url: str, password: str) -> str:
 
 
 def split(url: str) -> SplitResult:
-    """The parts of a Redis URL with a valid port. Raises StoreError, which quotes no part, because any may belong to a password."""
+    """The parts of a Redis URL with a valid port. Raises StoreError, which quotes no part, since any may belong to a password."""
     try:
         parts, _ = (found := urlsplit(url)), found.port
     except ValueError:

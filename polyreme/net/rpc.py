@@ -1,7 +1,7 @@
 """gRPC servers and channels. Every server has health and reflection, every channel the same limits and keepalive.
 
-Invariant: a server is not ready until its owner sets it ready, and holds no more connections than its process can afford. Callers pass a `timeout` with every call. With a SecurityConfig, only health
-checks are answered without the token.
+Invariant: a server is not ready until its owner sets it ready, and holds no more connections than its process can afford. Callers
+pass a `timeout` with every call. With a SecurityConfig, only health checks are answered without the token.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from polyreme.net import tls as secure
 from polyreme.net.ports import affordable_connections, join
 
 PENDING_CALLS = 1 << 14
-"""Maximum number of calls that a server has not begun. gRPC itself cancels some of them beyond 1,000, and all beyond 3,000 or after 30 s, without
-a word; more episodes than that may begin at once. A service refuses by its own bounds, and says so."""
+"""Maximum number of calls that a server has not begun. gRPC itself cancels some of them beyond 1,000, and all beyond 3,000 or
+after 30 s, without a word; more episodes than that may begin at once. A service refuses by its own bounds, and says so."""
 MAX_MESSAGE_BYTES = 32 << 20
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -86,14 +86,16 @@ async def serve(
     credentials = secure.server_credentials(security) if security else None
     token = secure.token(security) if security else None
     interceptors: list[grpc.aio.ServerInterceptor] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
-    # Few clients connect, and each keeps one connection. The others of what the process can afford are for HTTP and its own files.
+    # Few clients connect, each by one connection. The others that the process can afford are for HTTP and its own files.
     most = max(8, affordable_connections() // 6) if connections is None else connections
     limit = ("grpc.max_allowed_incoming_connections", most)
     server = grpc.aio.server(options=(*SERVER_OPTIONS, limit), interceptors=interceptors)
     checked = checked or ServingHealth(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(checked.servicer, server)
     add(server)
-    reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip
+    reflection.enable_server_reflection(
+        (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
+    )
     try:
         place = join(host, port)
         bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
@@ -114,7 +116,7 @@ async def serve(
 
 
 def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port`. The caller closes it and passes a `timeout` with every call. Raises ConfigError for unusable files or token."""
+    """A channel to `host:port`. The caller closes it; calls need a `timeout`. Raises ConfigError for unusable files or token."""
     if security is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     if security.certificate is None:

@@ -1,7 +1,7 @@
-"""The seal of a run: the digests of the configuration and of the model files that the process which opened the run wrote to Redis.
+"""The seal of a run: the digests of the configuration and of the model files that the opener of the run wrote to Redis.
 
-Invariant: a process with the seal of a run uses no other configuration or file of it, even if Redis has been changed. The opener puts the seal
-into its environment, which its children inherit. A service on another machine has none: there Redis, behind its password, is trusted.
+Invariant: a process with a run's seal uses no other configuration or file of it, even if Redis was changed. The opener puts the
+seal into its environment, which its children inherit. A service on another machine has none: it trusts Redis behind its password.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """TLS, mutual TLS and bearer tokens: reads and checks the files and variables in a SecurityConfig or an EndpointSecurity.
 
-Invariant: a secret is read where it is used. Configurations, and therefore run records, contain only paths and names of environment
-variables. A file that cannot be used is an error when its server or client starts, not at the first handshake.
+Invariant: a secret is read where it is used. Configurations, and therefore run records, contain only paths and names of
+environment variables. A file that cannot be used is an error when its server or client starts, not at the first handshake.
 """
 
 import hmac

@@ -2,8 +2,8 @@
 
 torch's store asks nobody for a secret, and its server listens on every interface, whatever host name it is given.
 
-Invariant: a server listens only on the address of this machine at which its clients were told to find it: on loopback for processes of one
-machine, on the interface between the machines for several.
+Invariant: a server listens only on the address of this machine at which its clients were told to find it: on loopback for
+processes of one machine, on the interface between the machines for several.
 """
 
 import socket

@@ -1,6 +1,6 @@
 """The run page: a web page that shows run directories, and the same page as one offline file.
 
-Invariant: the page shows only data from `polyreme.rundir.reader`, and changes nothing but a run's notes.json (see `notes`). It loads nothing from another host.
+Invariant: the page shows only data from `rundir.reader`, changes only a run's notes.json, and loads nothing from another host.
 """
 
 PATH = "/ui"

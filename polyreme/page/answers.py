@@ -85,8 +85,8 @@ def replays(summary: Line) -> list[str]:
 
 
 def final_values(reader: RunReader) -> Answer:
-    """A run's row in the table of runs: the newest value of each metric, the settings that are not defaults, its duration in seconds, tags
-    and note."""
+    """A run's row in the table of runs: the newest value of each metric, the settings that are not defaults, its duration in
+    seconds, tags and note."""
     changed, settings = reader.changed_settings(), flat_settings(reader.config())
     spent = reader.curve(SECONDS, 1).mean
     return {
@@ -131,7 +131,7 @@ def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int,
 
 
 def life(reader: RunReader, sample_id: str) -> Answer | None:
-    """One sample with the texts of its tokens, the data of its iteration, and other samples of its prompt; None: no such sample."""
+    """A sample with the texts of its tokens, the data of its iteration, and other samples of its prompt; None: no such sample."""
     found = reader.sample(sample_id)
     if found is None:
         return None
@@ -180,8 +180,8 @@ def timeline(reader: RunReader, first: int, last: int) -> Answer:
 
 
 def servers(reader: RunReader) -> list[Answer]:
-    """The rollout replicas from the records, the registered ones first: address, version, swaps, and `state`: "registered", "gone", or
-    "ended" where the run has ended while it was registered."""
+    """The rollout replicas from the records, the registered ones first: address, version, swaps, and `state`: "registered",
+    "gone", or "ended" where the run has ended while it was registered."""
     known: dict[str, Answer] = {}
     registered: Mapping[str, str] = {}
     present = "registered" if reader.summary().get("state") in _LIVE else "ended"

@@ -1,8 +1,8 @@
 """The page's HTTP interface, below /ui.
 
-Invariant: /ui and its static files contain no data of a run and are served without the token. Everything below /ui/api requires it if
-the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads. Only
-tags and notes are written, for local pages (see `notes`).
+Invariant: /ui and its static files contain no data of a run and are served without the token. Everything below /ui/api requires
+it if the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads.
+Only tags and notes are written, for local pages (see `notes`).
 """
 
 import json
@@ -28,7 +28,8 @@ from polyreme.rundir.reader import RunReader, SampleQuery
 
 _LARGEST_PAGE = 500
 _HEADERS = {
-    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:;"
+    " frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",

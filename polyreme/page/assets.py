@@ -1,7 +1,7 @@
 """The page's static files, read and compressed once.
 
-Invariant: an asset's address contains a digest of all assets, so a browser caches an asset permanently and never mixes two releases.
-Addresses of another release do not exist.
+Invariant: an asset's address contains a digest of all assets, so a browser caches an asset permanently and never mixes two
+releases. Addresses of another release do not exist.
 """
 
 import gzip
@@ -40,8 +40,8 @@ def _digest() -> str:
 
 @cache
 def index_page() -> str:
-    """The HTML of the page. It lists every module of the first view, so that a browser loads them all at once instead of one import
-    after the other."""
+    """The HTML of the page. It lists every module of the first view, so that a browser loads them all at once instead of one
+    import after the other."""
     hints = "".join(f'<link rel="modulepreload" href="static/{name}">\n' for name in sorted(_imported("app.js")))
     text = (STATIC / "index.html").read_text().replace("</head>", f"{hints}</head>")
     return text.replace('"static/', f'"static/{_digest()}/')

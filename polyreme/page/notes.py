@@ -1,7 +1,7 @@
 """What people write about a run: tags and a note, in `notes.json` in its directory.
 
-Invariant: it is the only file of a run that the page writes, as a whole and only for a browser on the same machine whose page is this
-server's. A reader sees the old content or the new one.
+Invariant: it is the only file of a run that the page writes, as a whole and only for a browser on the same machine whose page is
+this server's. A reader sees the old content or the new one.
 """
 
 import json
@@ -41,7 +41,7 @@ def write_notes(run_dir: Path, body: bytes) -> dict[str, object]:
     """Replaces the run's tags, its note or both by those of a JSON body, and returns both.
 
     Raises:
-        ValueError: the body is not {"tags": [...], "note": "..."} within the limits, or one of the two, or the present file is damaged.
+        ValueError: the body is not {"tags": [...], "note": "..."} within the limits, or one of the two, or the file is damaged.
         UnavailableError: the file cannot be written.
     """
     given = json.loads(body)
@@ -63,12 +63,13 @@ def checked(value: object) -> dict[str, object]:
             if len(tags) <= TAGS and all(len(tag) <= TAG_LENGTH and "," not in tag for tag in tags) and len(note) <= NOTE_LENGTH:
                 return {"tags": tags, "note": note}
     raise ValueError(
-        f"expected at most {TAGS} tags of at most {TAG_LENGTH} characters without commas, and a note of at most {NOTE_LENGTH} characters"
+        f"expected at most {TAGS} tags of at most {TAG_LENGTH} characters without commas, and a note of at most {NOTE_LENGTH}"
+        " characters"
     )
 
 
 def is_local(request: Request) -> bool:
-    """Whether a request comes from this machine and from a page of this server: not from another web site that the user visits."""
+    """Whether a request comes from this machine and a page of this server: not from another web site that the user visits."""
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
     named = urlsplit(f"//{host}").hostname

@@ -1,7 +1,7 @@
 """`polyreme report`: writes the page of some runs as one HTML file that needs no server.
 
-Invariant: the file contains its data, styles and scripts, and loads nothing. It shows the same views as the page, with the newest samples
-and the samples of some evenly spaced iterations.
+Invariant: the file contains its data, styles and scripts, and loads nothing. It shows the same views as the page, with the newest
+samples and the samples of some evenly spaced iterations.
 """
 
 import base64
@@ -73,7 +73,7 @@ def newest_timeline(reader: RunReader) -> dict[str, object]:
 
 
 def chosen_samples(reader: RunReader, count: int) -> list[answers.Answer]:
-    """At most `count` samples with details: half from the newest evaluation answers and samples, half from evenly spaced iterations."""
+    """Up to `count` samples in detail: half from the newest evaluation answers and samples, half of evenly spaced iterations."""
     newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
     chosen = {sample["id"] for sample in newest}
     steps, left = spread(reader.contents().iterations, 10), count - len(chosen)
@@ -108,7 +108,7 @@ def page(data: Mapping[str, object]) -> str:
 
 
 def module_urls(names: Sequence[str]) -> dict[str, str]:
-    """The modules as data: URLs, by the names under which they import each other, since relative imports do not work in a single file."""
+    """The modules as data: URLs, by the names they import each other, since relative imports fail in a single file."""
     urls = {}
     for name in names:
         source = _IMPORT.sub(r'\1"page/\2"', (STATIC / name).read_text())

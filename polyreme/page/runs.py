@@ -1,7 +1,7 @@
 """The runs that a page shows, kept up to date while requests arrive.
 
-Invariant: files are read only while requests arrive, in the page's own threads, so the page costs the trainer nothing while no browser
-shows it. A directory that cannot be read causes one warning; the others are kept up to date.
+Invariant: files are read only while requests arrive, in the page's own threads, so the page costs the trainer nothing while no
+browser shows it. A directory that cannot be read causes one warning; the others are kept up to date.
 """
 
 import asyncio

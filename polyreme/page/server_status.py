@@ -1,7 +1,7 @@
 """The status of a live run's servers: its leases in Redis, and the current values of each server's /metrics.
 
-Invariant: a status is at most MAX_AGE seconds old, for any number of pages. A server that does not answer in time is shown without numbers.
-This module never delays or fails a run.
+Invariant: a status is at most MAX_AGE seconds old, for any number of pages. A server that does not answer in time is shown
+without numbers. This module never delays or fails a run.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class ServerStatus:
         self._lock = asyncio.Lock()
 
     async def of(self, reader: RunReader) -> list[dict[str, object]]:
-        """The registered servers: kind, id and addresses, and version, load and faults of those that answer. Empty when Redis does not
-        answer."""
+        """The registered servers: kind, id and addresses, and version, load and faults of those that answer. Empty when Redis
+        does not answer."""
         async with self._lock:
             asked, found = self._answers.get(reader.run_dir, (float("-inf"), []))
             if time.monotonic() - asked > MAX_AGE:

@@ -1,7 +1,7 @@
 """Threads in which a page reads runs.
 
-Invariant: at most THREADS requests are processed at a time, and at most WAITING requests wait; further ones are refused immediately.
-Nothing else in the process waits for these threads, and on a busy machine its other threads have priority.
+Invariant: at most THREADS requests are processed at a time, and at most WAITING requests wait; further ones are refused
+immediately. Nothing else in the process waits for these threads, and on a busy machine its other threads have priority.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Exponential backoff with jitter, for every retry.
 
-Invariant: the n-th delay is `first` * 2^(n-1), at most `longest`, times a factor in [0.5, 1.5). Pure, except that `draw` takes a random
-factor.
+Invariant: the n-th delay is `first` * 2^(n-1), at most `longest`, times a factor in [0.5, 1.5). Pure, except that `draw` takes a
+random factor.
 """
 
 import random

@@ -15,8 +15,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _ALLOCATIONS = 10_000
-"""Objects that a service makes before the garbage collector looks at them. Python's 700 are those of a few requests, which are still
-running then, so its collections find nothing."""
+"""Objects that a service makes before the garbage collector looks at them. Python's 700 are those of a few requests, which are
+still running then, so its collections find nothing."""
 
 
 def run_service(main: Coroutine[object, object, T]) -> T:

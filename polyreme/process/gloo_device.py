@@ -1,9 +1,9 @@
 """One network device for all process groups of gloo in a process.
 
-gloo gives each group a device of its own, whose thread wakes a hundred times a second. A learner's rank has about twenty groups, an engine a
-dozen: on two cores, with answers of five tokens, their threads took about 4% of an iteration.
+gloo gives each group a device of its own, whose thread wakes a hundred times a second. A learner's rank has about twenty groups,
+an engine a dozen: on two cores, with answers of five tokens, their threads took about 4% of an iteration.
 
-Invariant: groups keep their own connections and deadlines. A device belongs to the process that created it, since a fork has no threads.
+Invariant: groups keep their own connections and deadlines. A device belongs to its creating process, since a fork has no threads.
 """
 
 import os

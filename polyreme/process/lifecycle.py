@@ -1,8 +1,8 @@
 """Child processes, signals and exit codes.
 
-Invariant: every process that Polyreme starts has an owner that ends it and its whole process group. A child leads its own session, so a
-terminal's Ctrl-C reaches only the foreground command, which drains its children in order. The kernel signals a child whose owner dies, and
-ends it soon if it does not end itself, so a kill -9 leaves nothing behind.
+Invariant: every process that Polyreme starts has an owner that ends it and its whole process group. A child leads its own
+session, so a terminal's Ctrl-C reaches only the foreground command, which drains its children in order. The kernel signals a
+child whose owner dies, and ends it soon if it does not end itself, so a kill -9 leaves nothing behind.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 REAP_TIMEOUT = 30.0
 """Seconds for a killed process to disappear. A driver or a lost file system can hold it."""
 OWNER_DIED = signal.SIGUSR1
-"""Death signal of a service. Only the kernel sends it, so a service cannot take it for a request to drain. The kernel may send it several
-times, since it does so for each thread of the owner that had the service as a child."""
+"""Death signal of a service. Only the kernel sends it, so a service cannot take it for a request to drain. The kernel may send it
+several times, since it does so for each thread of the owner that had the service as a child."""
 GRACE_SECONDS = 5.0
-"""For what a part of a service does when it is asked to end, such as to write its records. Less than the ten seconds of a container."""
+"""For what a part of a service does when asked to end, such as to write its records. Less than the ten seconds of a container."""
 EXIT_SECONDS = 20
 """The kernel ends a process this long after its owner's death, or `exit_on_signals`, has told it to exit."""
 _PR_SET_PDEATHSIG = 1
@@ -171,7 +171,7 @@ class Child:
 
 
 def exec_again(environment: Mapping[str, str]) -> NoReturn:
-    """Replaces this process by a new one with the same id, command and owner, which starts with no memory of it. Ends what it started."""
+    """Replaces this process by a new one with the same id, command and owner, which has no memory of it. Ends what it started."""
     for child in psutil.Process().children():
         child.kill()
         child.wait(REAP_TIMEOUT)
@@ -186,8 +186,8 @@ class StopEvent(asyncio.Event):
     """Set when the process should end.
 
     Attributes:
-        orphaned: set too, also later, when the process's owner has died. What the owner ran dies with it, perhaps Redis, so nothing can
-            drain: the process has EXIT_SECONDS to remove what would outlive it.
+        orphaned: set too, also later, when the process's owner has died. What the owner ran dies with it, perhaps Redis, so
+            nothing can drain: the process has EXIT_SECONDS to remove what would outlive it.
     """
 
     def __init__(self) -> None:
@@ -196,8 +196,8 @@ class StopEvent(asyncio.Event):
 
 
 def stop_event() -> StopEvent:
-    """An event that the first SIGTERM, SIGINT, SIGHUP or OWNER_DIED sets. A second SIGTERM or SIGINT raises KeyboardInterrupt, even when
-    both arrive together. Later SIGHUPs do nothing: a shell and the kernel may both send one. An ignored SIGHUP (`nohup`) stays ignored.
+    """An event set by the first SIGTERM, SIGINT, SIGHUP or OWNER_DIED. A second SIGTERM or SIGINT raises KeyboardInterrupt, even
+    at the same time. Later SIGHUPs do nothing: shell and kernel may each send one. An ignored SIGHUP (`nohup`) stays ignored.
     """
     event, loop = StopEvent(), asyncio.get_running_loop()
     numbers = [signal.SIGTERM, signal.SIGINT]
@@ -227,7 +227,7 @@ def stop_event() -> StopEvent:
 
 @asynccontextmanager
 async def until_set(event: asyncio.Event, grace: float = 0.0) -> AsyncIterator[None]:
-    """Leaves the block `grace` seconds after `event` is set: what the block waits for then is cancelled, and the code after the block goes on."""
+    """Leaves the block `grace` seconds after `event` is set: what it waits for is cancelled, and the code after it goes on."""
 
     async def leave() -> None:
         await event.wait()
@@ -246,15 +246,15 @@ async def until_set(event: asyncio.Event, grace: float = 0.0) -> AsyncIterator[N
 
 
 def exit_at_once_on_sigterm() -> None:
-    """Makes SIGTERM end the process at once with status 0, until `stop_event` replaces that: for the start of a server, which has nothing to
-    finish or to remove yet, and where an exception in the middle of an import may become another one, or get lost.
+    """Makes SIGTERM end the process at once with status 0, until `stop_event` replaces that: for the start of a server, which has
+    nothing to finish or to remove yet, and where an exception in the middle of an import may become another one, or get lost.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 def exit_on_signals() -> None:
-    """Makes SIGTERM and OWNER_DIED raise SystemExit in the main thread. The kernel ends the process after EXIT_SECONDS, since an exception
-    from a signal is lost where Python ignores exceptions, for example in `__del__`. For code that runs without an event loop.
+    """Makes SIGTERM and OWNER_DIED raise SystemExit in the main thread. The kernel ends the process after EXIT_SECONDS, since an
+    exception from a signal is lost where Python ignores exceptions, for example in `__del__`. For code without an event loop.
     """
 
     def on_signal(*_: object) -> None:

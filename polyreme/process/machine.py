@@ -67,14 +67,14 @@ def core_limit() -> int:
 def thread_environment(threads: int) -> dict[str, str]:
     """The variables by which a process that computes with torch has so many threads.
 
-    A thread without work gives its core to other processes, but not at once: to sleep and to wake in each of a step's small operations took a
-    third of its time. So many turns of its loop take a few tenths of a millisecond.
+    A thread without work gives its core to other processes, but not at once: to sleep and to wake in each of a step's small
+    operations took a third of its time. So many turns of its loop take a few tenths of a millisecond.
     """
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 
 
 def cores_of(usable: int, quotas: list[str]) -> int:
-    """The smallest of the usable cores and the quotas of control groups (cgroup v2), "MICROSECONDS PERIOD" or "max PERIOD", rounded down."""
+    """The smallest of the usable cores and the quotas of cgroup v2, "MICROSECONDS PERIOD" or "max PERIOD", rounded down."""
     pairs = [text.split() for text in quotas]
     return max(1, min([usable, *(int(quota) // int(period) for quota, period in pairs if quota.isdigit())]))
 
@@ -129,7 +129,7 @@ def limit_of(total: int, cgroup_limits: list[str]) -> int:
 
 
 def other_users() -> list[int]:
-    """The ids, sorted, of other people who run processes on this machine: users other than this process's, root and system accounts."""
+    """The sorted ids of other people who run processes on this machine: users except this process's, root and system accounts."""
     found = set()
     for process in psutil.process_iter(["uids"]):
         if (ids := process.info["uids"]) is not None:
@@ -155,6 +155,6 @@ def cuda_driver_devices() -> int:
 
 
 def has_device(kind: str, folder: Path = Path("/dev"), driver_devices: Callable[[], int] = cuda_driver_devices) -> bool:
-    """Whether this process may use an accelerator of a kind, "cuda" or "npu": by its device files in `folder`, or by the driver where it has
-    none (WSL)."""
+    """Whether this process may use an accelerator of a kind, "cuda" or "npu": by its device files in `folder`, or by the driver
+    where it has none (WSL)."""
     return device_count(kind, folder) > 0 or (kind == "cuda" and driver_devices() > 0)

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 def prompt_exit() -> Iterator[None]:
     """Ends the process after the block, with status 0 or that of the block's SystemExit. For the last statement of a program.
 
-    It skips what only frees memory: Python takes a second to take apart the modules of torch, and vLLM's. Exit handlers run. Python exits
-    as usual after another exception, with a message as status, while threads are left that it waits for, and when an output is broken.
+    It skips what only frees memory: Python takes a second to take apart torch's and vLLM's modules. Exit handlers run. Python
+    exits as usual after another exception, with a message as status, while it waits for threads, and when an output is broken.
     """
     status = 0
     try:

@@ -20,8 +20,8 @@ _FIRST = re.compile(r'^"?([^/,\n"]+)(/?)', re.MULTILINE)
 def quick_imports() -> Iterator[None]:
     """For a block that imports, or that makes something whose module is imported then.
 
-    It suspends garbage collection, which takes a tenth of the time, and runs finalizers in the middle of C code, where Python ignores an
-    exception that a signal raises. transformers asks at its import which distribution has which package, and gets `packages`' answer.
+    It suspends garbage collection, which takes a tenth of the time, and runs finalizers amid C code, where Python ignores a
+    signal's exception. transformers asks at its import which distribution has which package, and gets `packages`' answer.
     """
     enabled, original = gc.isenabled(), importlib.metadata.packages_distributions
     gc.disable()
@@ -35,8 +35,8 @@ def quick_imports() -> Iterator[None]:
 
 
 def packages() -> dict[str, list[str]]:
-    """As `importlib.metadata.packages_distributions`, which makes an object of every line and file of every distribution: the names of the
-    distributions of each package, in a tenth of the time."""
+    """As `importlib.metadata.packages_distributions`, which makes an object of every line and file of every distribution: the
+    names of the distributions of each package, in a tenth of the time."""
     found: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         declared = (distribution.read_text("top_level.txt") or "").split()

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 
 class Usage(Collector):
-    """Processor time and memory of a process and its children; utilization and memory of its devices. `pid`: None for this process."""
+    """Processor time and memory of a process and its children; utilization and memory of its devices. `pid`: None: this one."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._process, self._nvml = psutil.Process(pid), _nvml()
@@ -28,7 +28,7 @@ class Usage(Collector):
 
 
 def process_tree(process: psutil.Process | None = None) -> tuple[float, float]:
-    """(processor seconds, resident bytes) of a process, by default this one, and its live children; seconds also of reaped children."""
+    """(processor seconds, resident bytes) of a process (default: this one) and its live children; seconds also of reaped ones."""
     process = process or psutil.Process()
     times = process.cpu_times()
     seconds, memory = times.user + times.system + times.children_user + times.children_system, float(process.memory_info().rss)

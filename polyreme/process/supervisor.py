@@ -1,8 +1,8 @@
 """Starts, restarts and ends processes.
 
-Invariant: the processes of a set share their life: when one dies, all are ended and restarted. A child is not restarted if its exit
-code stands for a permanent error, or if the kernel has ended each of its last starts for memory, and each set has a limited number of
-restarts. When supervision ends, all its processes have ended.
+Invariant: the processes of a set share their life: when one dies, all are ended and restarted. A child is not restarted if its
+exit code stands for a permanent error, or if the kernel has ended each of its last starts for memory, and each set has a limited
+number of restarts. When supervision ends, all its processes have ended.
 """
 
 import asyncio

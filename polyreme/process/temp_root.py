@@ -1,7 +1,7 @@
 """The directory of temporary files, where the names of unix sockets fit.
 
-Invariant: the address of a unix socket has at most 107 bytes. The directory is TMPDIR (or Python's default) if it leaves enough of them,
-and else a shorter one of this user or of the system. What is created in it must have a random name and mode 0700, as `mkdtemp` gives.
+Invariant: a unix socket's address has at most 107 bytes. The directory is TMPDIR (or Python's default) if it leaves enough of
+them, else a shorter one of this user or the system. What is created in it has a random name and mode 0700, as `mkdtemp` gives.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""The name of a checkpoint, and its manifest, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of
-itself.
+"""The name of a checkpoint, and its manifest, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file,
+and a digest of itself.
 
-Invariant: `read_manifest` returns only what `write_manifest` wrote. Every other byte or name is damage, which raises ValueError. An undamaged
-manifest of another format is refused with an error that names the format. What has no checkpoint's name, such as a copy, is never used,
-changed or removed.
+Invariant: `read_manifest` returns only what `write_manifest` wrote. Every other byte or name is damage, which raises ValueError.
+An undamaged manifest of another format is refused with an error that names the format. What has no checkpoint's name, such as a
+copy, is never used, changed or removed.
 """
 
 import json

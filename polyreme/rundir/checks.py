@@ -1,7 +1,7 @@
 """Everything that can be checked before processes start, by the core and by each installed service.
 
-A service registers its check in the entry-point group `polyreme.checks`: a function of the configuration that yields notices (str) and
-errors (PolyremeError). Raising an error ends the check. Checks of stages are in the group `polyreme.stage_checks`.
+A service registers its check in the entry-point group `polyreme.checks`: a function of the configuration that yields notices
+(str) and errors (PolyremeError). Raising an error ends the check. Checks of stages are in the group `polyreme.stage_checks`.
 
 Invariant: a check starts no service, runs no user code, and changes nothing.
 """
@@ -34,8 +34,8 @@ def check_run(config: RunConfig | StageConfig, only: str | None = None) -> tuple
     """Runs all checks and returns their notices. Raises their errors together.
 
     Args:
-        only: name of the check of the one service that will certainly run on this machine, or None for all services. An error of another
-            service becomes a notice, since that service may run on a different machine.
+        only: name of the check of the one service that will certainly run on this machine, or None for all services. An error of
+            another service becomes a notice, since that service may run on a different machine.
     """
     found = findings(config, only)
     raise_all(found.errors)
@@ -49,7 +49,7 @@ def raise_all(errors: Sequence[PolyremeError]) -> None:
 
 
 def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findings:
-    """The results of all checks; `only` as in `check_run`. A check whose input is missing is left out, and no error is repeated."""
+    """The results of all checks; `only` as in `check_run`. A check without its input is left out, and no error is repeated."""
     errors: list[PolyremeError] = [*input_errors(config), *results(_security_errors(config))]
     notices: list[str] = []
     group = STAGE_GROUP if isinstance(config, StageConfig) else GROUP

@@ -4,8 +4,8 @@ from polyreme.experience.metric_records import Evaluation
 
 
 def evaluation_of(record: Evaluation) -> tuple[str, float]:
-    """The name and value of an evaluation's deciding result: that of `eval_best` if it is set, otherwise `accuracy` when every answer is
-    right or wrong, or the mean `score`."""
+    """The name and value of an evaluation's deciding result: that of `eval_best` if it is set, otherwise `accuracy` when every
+    answer is right or wrong, or the mean `score`."""
     if result := record.result:
         return str(result["metric"]), float(result["value"])
     name = "accuracy" if "accuracy" in record.metrics else "score"
@@ -13,8 +13,8 @@ def evaluation_of(record: Evaluation) -> tuple[str, float]:
 
 
 def comparable(one: Evaluation, other: Evaluation) -> bool:
-    """Whether the results of two evaluations have the same meaning: the same metric, on the same held-out prompts, answered in the same
-    way. The mean of a set is called `score` as soon as an answer is partly right. A record without `held_out` fits every other."""
+    """Whether the results of two evaluations have the same meaning: the same metric, on the same held-out prompts, answered
+    alike. The mean of a set is called `score` once an answer is partly right. A record without `held_out` fits every other."""
     prompts = {record.held_out for record in (one, other) if record.held_out is not None}
     return len(prompts) <= 1 and _metric(one) == _metric(other)
 

@@ -52,8 +52,8 @@ def copy_start(parent: Path, config: RunConfig | StageConfig) -> Origin:
     """Copies the newest intact checkpoint into the fork's directory, and the exports that belong to it.
 
     Raises:
-        ConfigError: the parent is running, its newest checkpoint has another format, it has no intact one, or its checkpoint is not older than
-            the fork's last iteration or step.
+        ConfigError: the parent is running, its newest checkpoint has another format, it has no intact one, or its checkpoint is
+            not older than the fork's last iteration or step.
     """
     with unused(parent) as free:
         run_file = read_run_file(parent)
@@ -88,7 +88,7 @@ def copy_start(parent: Path, config: RunConfig | StageConfig) -> Origin:
 
 
 def exports_of(parent: Path, config: RunConfig | StageConfig, number: int) -> Iterator[Path]:
-    """The Hugging Face directories that a checkpoint needs: its own and that of version 0 (the reference policy); of a stage the best step's."""
+    """Hugging Face directories for a checkpoint: its own and version 0's (the reference policy); of a stage the best step's."""
     if isinstance(config, RunConfig):
         paths = [parent / "hf" / f"iteration-{version:06d}" for version in sorted({0, number})]
         yield from (path for path in paths if path.is_dir())

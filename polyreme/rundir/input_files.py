@@ -37,7 +37,7 @@ def read_model_files(model_dir: Path) -> dict[str, bytes]:
 
 
 def route_bytes(model_dir: Path) -> int:
-    """Bytes of the experts that a replica reports for each sampled token, `Sample.routes`: one for each choice in each layer, two beyond 256 experts.
+    """Bytes of `Sample.routes`, the experts reported for each sampled token: one per choice and layer, two beyond 256 experts.
 
     Raises:
         ConfigError: config.json does not have the numbers.
@@ -55,7 +55,7 @@ def route_bytes(model_dir: Path) -> int:
 
 
 def input_errors(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
-    """Yields an error for each file of the configuration that is missing or truncated, and one when samples may exceed the model's context."""
+    """Yields an error per missing or truncated file of the configuration, and one when samples may exceed the model's context."""
     yield from results(
         *(_weight_errors(model_dir, key) for key, model_dir in _models(config).items()),
         _context_errors(config),
@@ -105,7 +105,10 @@ def _context_errors(config: RunConfig | StageConfig) -> Iterator[ConfigError]:
     key, longest = "data.max_tokens", config.data.max_tokens if isinstance(config, StageConfig) else 0
     if isinstance(config, RunConfig):
         key, longest = "rollout.max_model_len", config.rollout.max_model_len
-        advice = "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context."
+        advice = (
+            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer"
+            " context."
+        )
     context = context_of(path)
     if context is not None and longest > context:
         yield ConfigError(f"{key} within the model's context of {context} tokens (max_position_embeddings)", str(longest), advice)

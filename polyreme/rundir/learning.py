@@ -1,7 +1,7 @@
 """Whether a run has learned, from its records, and why it may not have.
 
-Invariant: a pure function of the records, in bounded memory. It claims that nothing was learned only if neither the rewards of training nor
-the evaluations have risen by more than their noise.
+Invariant: a pure function of the records, in bounded memory. It claims that nothing was learned only if neither the rewards of
+training nor the evaluations have risen by more than their noise.
 """
 
 import math
@@ -53,7 +53,7 @@ class Learning:
         self.distils = self.distils or "actor/teacher_kl" in metrics
 
     def findings(self, evaluations: Mapping[int, float], newest: Evaluation | None) -> list[str]:
-        """That nothing was learned, then what may be the cause, each as a sentence; empty when something was, or too early to say.
+        """That nothing was learned, then what may be the cause, each as a sentence; empty if something was, or too early to say.
 
         Args:
             evaluations: result by version.
@@ -66,7 +66,10 @@ class Learning:
         noise = 2 * math.sqrt((pvariance(before) + pvariance(after)) / count)
         if fmean(after) - fmean(before) > noise or _improved(evaluations, newest):
             return []
-        head = f"nothing was learned: the mean reward was {fmean(before):.3f} in the first {count} iterations, {fmean(after):.3f} in the newest"
+        head = (
+            f"nothing was learned: the mean reward was {fmean(before):.3f} in the first {count} iterations, {fmean(after):.3f}"
+            " in the newest"
+        )
         if len(evaluations) > 1:
             head += f"; evaluations {evaluations[min(evaluations)]:.3f} and {evaluations[max(evaluations)]:.3f}"
         return [head, *self._causes(newest)]
@@ -82,8 +85,8 @@ class Learning:
             found.append(f"every answer scored {self.lowest:g}, so none was better than another: {why}")
         elif equal > _MOSTLY:
             found.append(
-                f"in {equal:.0%} of the groups all answers scored the same, and such a group teaches nothing: use easier prompts, a larger"
-                " group_size, or a reward with more values than right and wrong"
+                f"in {equal:.0%} of the groups all answers scored the same, and such a group teaches nothing: use easier"
+                " prompts, a larger group_size, or a reward with more values than right and wrong"
             )
         if cut > _OFTEN:
             found.append(f"{cut:.0%} of the answers were cut at rollout.max_new_tokens, perhaps before the result")
@@ -92,7 +95,8 @@ class Learning:
         if self.gradient == 0 and self.lowest != self.highest:
             found.append("the gradient was 0 in every iteration")
         return found or [
-            f"no cause is visible in the metrics: {self.iterations} iterations may be too few, or the learning rate ({self.rate:g}) too small or too large"
+            f"no cause is visible in the metrics: {self.iterations} iterations may be too few, or the learning rate"
+            f" ({self.rate:g}) too small or too large"
         ]
 
 

@@ -59,7 +59,7 @@ def log_files(attempt: Path, process: str = "") -> list[LogFile]:
 
     Args:
         attempt: the folder.
-        process: a process such as rollout-0, or a service such as rollout, which stands for all of its processes. '': every process.
+        process: a process such as rollout-0, or a service such as rollout, which stands for all its processes. '': every process.
 
     Raises:
         ConfigError: no log file belongs to the process; the message lists the existing ones.

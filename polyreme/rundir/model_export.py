@@ -27,6 +27,6 @@ def no_policy(model_dir: Path) -> ConfigError:
     return ConfigError(
         f"a model that writes text in {model_dir}",
         "a reward model, which only scores text",
-        f"Score answers with it: `reward: {{rewards: [{{model: {model_dir}}}]}}` in a YAML file F, then `polyreme reward test ROWS --config F`;"
-        " or train a policy with this reward.",
+        f"Score answers with it: `reward: {{rewards: [{{model: {model_dir}}}]}}` in a YAML file F, then `polyreme reward test"
+        " ROWS --config F`; or train a policy with this reward.",
     )

@@ -1,8 +1,8 @@
 """The progress of a run or a stage, accumulated from its metric records. The live view, the summary and the exporter read it.
 
 Invariant: a pure function of the records in stream order, without a clock or I/O, in bounded memory: it keeps sums and the newest
-records. An iteration counts once, as does a stage's step. A resumed learner repeats iterations from the log; only the first record counts,
-since a repetition does not wait for samples and its rates are meaningless.
+records. An iteration counts once, as does a stage's step. A resumed learner repeats iterations from the log; only the first
+record counts, since a repetition does not wait for samples and its rates are meaningless.
 """
 
 from collections import deque
@@ -64,7 +64,7 @@ class Progress:
 
     Attributes:
         recent: the records of the newest iterations, oldest first.
-        first, newest: the first iteration (above 1 for a fork) and the newest one, of a stage the newest step; 0 before the first record.
+        first, newest: the first iteration (above 1 for a fork) and the newest, of a stage the newest step; 0 before any record.
         iterations: number of recorded iterations.
         evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result that is not
             `comparable`, since a resume may have other held-out data or another `eval_best`, replaces all of them.
@@ -143,7 +143,7 @@ class Progress:
         return False
 
     def add(self, line: Line) -> None:
-        """Adds the next record, which has a `time`. Ignores unknown kinds; a repeated iteration or step is only noted as `replayed`."""
+        """Adds the next record with a `time`. Ignores unknown kinds; a repeated iteration or step is only noted as `replayed`."""
         record = read_record(line)
         self.complete = isinstance(record, StageDone)
         match record:
@@ -227,7 +227,7 @@ class Progress:
         return self.evaluations.get(self.newest) if self.iterations else None
 
     def orchestrators(self) -> dict[str, dict[str, int]]:
-        """Of several orchestrators, by name: the groups that each brought into the log between the two newest plans, and its restarts."""
+        """Of several orchestrators, by name: groups that each added to the log between the two newest plans, and its restarts."""
         groups = (self.rollout.groups if self.rollout else None) or ()
         names = [role_of(number) for number in range(len(groups))]
         return {
@@ -235,8 +235,8 @@ class Progress:
         }
 
     def rollout_wait(self, iteration: int) -> float | None:
-        """Idle time of the replicas before a recent iteration (see orchestrator/replicas/idle_time.py), as a share of the time since the plan before,
-        in which it was measured; None when either is unknown."""
+        """Idle time of the replicas before a recent iteration (see orchestrator/replicas/idle_time.py), as a share of the time
+        since the plan before, in which it was measured; None when either is unknown."""
         return self._waits.get(iteration)
 
     def rl_seconds(self) -> float:

@@ -1,8 +1,8 @@
 """The run directory: which run it holds, which process owns it, and where its files are.
 
-Invariant: a directory holds one run. `run.json` names it and is written when the run's record in Redis exists. One process at a time
-owns the directory, by a lock that ends with the process. A run with a checkpoint continues only with `--resume`; a fork (see `fork`)
-gets its own directory.
+Invariant: a directory holds one run. `run.json` names it and is written when the run's record in Redis exists. One process at a
+time owns the directory, by a lock that ends with the process. A run with a checkpoint continues only with `--resume`; a fork (see
+`fork`) gets its own directory.
 """
 
 import difflib
@@ -59,7 +59,7 @@ Config = TypeVar("Config", bound=BaseConfig)
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a fork: parent, its directory, the checkpoint's iteration (of a stage: step), and the first group of a run's log."""
+    """A fork's origin: parent, its directory, the checkpoint's iteration (of a stage: step), and a run log's first group."""
 
     run_id: str
     run_dir: str
@@ -99,7 +99,7 @@ def claim(config: RunConfig | StageConfig, resume: bool) -> RunFile | None:
         The run to continue, or None for a new run. A run that ended before its first checkpoint is replaced by the next run.
 
     Raises:
-        ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values or data.
+        ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run used other values or data.
     """
     existing = read_run_file(config.run_dir)
     saved = any(checkpoints(config.run_dir, prefix) for prefix in _PREFIXES)
@@ -140,8 +140,8 @@ def checkpoints(run_dir: Path, prefix: str = RunConfig.checkpoint_prefix) -> lis
 async def open_run(
     redis: Redis, config: RunConfig, existing: RunFile | None, store: str, redis_url: str = "", origin: Origin | None = None
 ) -> Run:
-    """Creates the run's record in Redis, or reopens the existing one, and writes config.yaml and run.json. This process and those that it
-    starts keep to the record as it is now (`seal`).
+    """Creates the run's record in Redis, or reopens the existing one, and writes config.yaml and run.json. This process and those
+    that it starts keep to the record as it is now (`seal`).
 
     Args:
         redis: client of the run's Redis.
@@ -346,7 +346,7 @@ def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
 
 
 def changed_settings(run_dir: Path) -> list[str] | None:
-    """The dotted keys of the directory's config.yaml whose values are not the defaults, sorted; None if this release cannot read the file."""
+    """Dotted keys of a directory's config.yaml whose values are not the defaults, sorted; None if this release cannot read it."""
     try:
         config = load_any(run_dir / "config.yaml")
     except ConfigError:
@@ -355,12 +355,12 @@ def changed_settings(run_dir: Path) -> list[str] | None:
 
 
 def flat_settings(tree: Mapping[str, object]) -> dict[str, object]:
-    """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
+    """A configuration's values by dotted key. Sections in lists have numbers: reward.rewards.0.weight. Other lists are values."""
     return _flat(dict(tree))
 
 
 def make_folder(path: Path, option: str) -> Path:
-    """Creates a folder that an option names, if it is missing, and returns it. Raises ConfigError when it cannot be written to."""
+    """Creates a folder that an option names, if missing, and returns it. Raises ConfigError when it cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,6 @@
 """The records of a run in its directory: metrics.jsonl and summary.json.
 
-Invariant: a reader of summary.json sees the old file or the new one. A reader of metrics.jsonl sees only complete lines of one run.
+Invariant: a reader of summary.json sees the old or the new file. A reader of metrics.jsonl sees only complete lines of one run.
 """
 
 import json
@@ -36,7 +36,7 @@ def read_records(run_dir: Path, run_id: str) -> Iterator[Line]:
 
 
 def add_written(progress: Progress, run_dir: Path, run_id: str) -> str:
-    """Adds the run's records that are on disk; Redis may have trimmed them. Returns the stream id of the last one, "0" without any."""
+    """Adds the run's records on disk; Redis may have trimmed them. Returns the stream id of the last one, "0" without any."""
     cursor = "0"
     for line in read_records(run_dir, run_id):
         progress.add(line)
@@ -89,8 +89,8 @@ def check_new_file(path: Path, option: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a reader, also after a crash, sees the old content or the new one and never a part. Several processes may do so at
-    the same time, also in containers, whose processes have the same ids: the last one counts."""
+    """Writes a file so that a reader, also after a crash, sees the old content or the new one and never a part. Several processes
+    may do so at the same time, also in containers, whose processes have the same ids: the last one counts."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "x", encoding="utf-8") as file:

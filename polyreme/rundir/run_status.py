@@ -25,8 +25,8 @@ class RunStatus:
         state: a RunState, or `interrupted`: its processes ended without setting a final state.
         reason: reason for the state, or for a run that is done that it has learned nothing, or what a run waits for; else ''.
         iteration, iterations: the newest trained iteration (of a stage: step) and the configured number; None when it is unknown.
-        replayed: while the iterations (of a stage: steps) after the newest checkpoint are repeated after a resume, the newest that is; else
-            None.
+        replayed: while the iterations (of a stage: steps) after the newest checkpoint are repeated after a resume, the newest
+            that is; else None.
         metric, value: name and value of the newest evaluation (of a stage: the loss); '' and None without one.
         reward: mean reward of the newest iteration, or None.
         replicas: served version by replica, for the live ones; None while a replica has none.

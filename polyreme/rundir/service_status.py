@@ -1,6 +1,6 @@
 """The state of a training service in its directory: service.json, beside the run directories of its models in models/.
 
-Invariant: a reader sees the old file or the new one. What is said of a model is in its own run directory, and stays when the service has ended.
+Invariant: a reader sees the old or the new file. What is said of a model is in its own run directory, and outlives the service.
 """
 
 import json

@@ -70,13 +70,13 @@ def start_of(
 
     Args:
         load: reads the configuration, given key=value overrides.
-        resume: continue the directory's run. A service that is started again and again (`only`) starts a new one where there is none,
-            unless an override names the run.
+        resume: continue the directory's run. A service that is started again and again (`only`) starts a new one where there is
+            none, unless an override names the run.
         fork: start a new run from a copy of the newest checkpoint.
         only: as in `check_run`.
 
     Raises:
-        ConfigError: the configuration or one of its files is invalid, the directory is in use, or it holds a run and neither flag is set.
+        ConfigError: the configuration or a file of it is invalid, the directory is in use, or has a run and neither flag is set.
     """
     if resume and fork:
         raise ConfigError("--resume or --fork", "both", "Pass one of them.")

@@ -1,7 +1,7 @@
 """The day that a run's chat template shows (`data.date`).
 
-Invariant: it is decided once, when the run starts, and is part of its configuration from then on. So prompts stay the same after a resume on
-another day, in the replicas' /v1, in evaluations and in a fork.
+Invariant: it is decided once, when the run starts, and is part of its configuration from then on. So prompts stay the same after
+a resume on another day, in the replicas' /v1, in evaluations and in a fork.
 """
 
 import datetime
@@ -27,7 +27,7 @@ def dated(config: Config, day: datetime.date | None) -> Config:
 
 
 def first_day(run_dir: Path, run_id: str | None) -> datetime.date:
-    """The day of the directory's run `run_id`; None: a new run, which starts today. An older release recorded the day only in the id."""
+    """The day of the directory's run `run_id`; None: a new run, starting today. An older release recorded it only in the id."""
     today = datetime.date.today()
     if run_id is None:
         return today
@@ -37,7 +37,7 @@ def first_day(run_dir: Path, run_id: str | None) -> datetime.date:
 
 
 def day_of_export(model_dir: Path) -> datetime.date | None:
-    """The day of the run or stage that exported a model directory (RUN_DIR/hf/NAME); None: it is no export, or has no recorded day."""
+    """The day of the run or stage that exported a model directory (RUN_DIR/hf/NAME); None: no export, or no recorded day."""
     folder = model_dir.resolve().parent
     config = folder.parent / "config.yaml"
     if folder.name != "hf" or not config.is_file():

@@ -1,7 +1,7 @@
 """A console whose terminal may disappear while a command writes to it, and text tables for people and for programs.
 
-Invariant: losing the reader of the output (a closed terminal, `| head`, a `| tee` that the same Ctrl-C has ended) does not end a run. No line
-of a table is truncated, and output to a pipe does not depend on a terminal's width.
+Invariant: losing the reader of the output (a closed terminal, `| head`, a `| tee` that the same Ctrl-C has ended) does not end a
+run. No line of a table is truncated, and output to a pipe does not depend on a terminal's width.
 """
 
 import errno
@@ -84,8 +84,8 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def fitted(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None) -> list[str]:
-    """As `aligned`; if a row would take three or more lines of the terminal, each row becomes a block: its first cell, then the others with
-    their headers.
+    """As `aligned`; if a row would take three or more lines of the terminal, each row becomes a block: its first cell, then the
+    others with their headers.
 
     Args:
         width: width of the terminal; None: the output is not a terminal.

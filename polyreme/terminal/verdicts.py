@@ -1,7 +1,7 @@
 """Verdicts on a machine: one for each measured fact, with advice.
 
-A service adds its own through the entry-point group `polyreme.doctor`: a function of the wanted device ("cpu", "cuda", "npu") that
-yields verdicts.
+A service adds its own through the entry-point group `polyreme.doctor`: a function of the wanted device ("cpu", "cuda", "npu")
+that yields verdicts.
 
 Invariant: a verdict is a pure function of measured facts, so it is the same on every machine with these facts.
 """
@@ -122,7 +122,7 @@ def files_verdict(limit: int) -> Verdict:
 
 
 def loopback_verdict(address: str | None, failure: str = "") -> Verdict:
-    """Checks that processes of this machine can connect. address: of loopback; None when there is none, for the reason `failure`."""
+    """Checks that processes of this machine can connect. address: of loopback; None: there is none, for the reason `failure`."""
     if address is None:
         return Verdict("missing", "loopback", failure, "Start it: `ip link set lo up`.")
     if ":" in address:

@@ -1,11 +1,11 @@
 """The arena: a file in shared memory with a few slots. Each slot holds one part of one policy version.
 
 Invariant:
-- A slot's generation word is odd during a write and grows with every write. A reader that finds the same even word before and after
-  reading has read one version. (The word detects overwriting; digests verify the bytes.)
+- A slot's generation word is odd during a write and grows with every write. A reader that finds the same even word before and
+  after reading has read one version. (The word detects overwriting; digests verify the bytes.)
 - All pages are allocated at creation, so a write can neither run out of memory nor wait for it.
-- The creator locks the file while it lives. A file without the lock belongs to a dead process; the run's next arena and `remove_stale`
-  remove it. Unlike a process id, a lock means the same in every container.
+- The creator locks the file while it lives. A file without the lock belongs to a dead process; the run's next arena and
+  `remove_stale` remove it. Unlike a process id, a lock means the same in every container.
 - A private arena, which only its owner's processes read, has no name, so it cannot outlive them.
 """
 
@@ -65,8 +65,8 @@ class Arena:
     def create(cls, run_id: str, slot_nbytes: int, slots: int = 3, part: int = 0) -> "Arena":
         """Creates the run's arena for this host's part, and removes arenas of the run's dead processes.
 
-        An arena of the same name is replaced even if its owner lives, because the newer learner has the higher term. Mappings of the
-        old file stay valid.
+        An arena of the same name is replaced even if its owner lives, because the newer learner has the higher term. Mappings of
+        the old file stay valid.
 
         Raises:
             ConfigError: shared memory is too small.
@@ -165,7 +165,7 @@ class Arena:
             raise ArenaError(f"expected generation {generation} in slot {slot} of {self.path}; found {found}: it was overwritten")
 
     def page_lock(self, torch: ModuleType) -> None:
-        """Page-locks the mapping until `close`, for CUDA's devices. `torch`: the module, which readers without a device do not import."""
+        """Page-locks the mapping until `close`, for CUDA. `torch`: the module, which readers without a device do not import."""
         self._unlock = page_lock(self._buffer, torch)
 
     def close(self) -> None:

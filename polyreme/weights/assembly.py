@@ -1,7 +1,7 @@
-"""Assembles a part of a version, or a delta's payload, from bytes that arrive in order. Each range is hashed on arrival and verified at its
-last byte.
+"""Assembles a part of a version, or a delta's payload, from bytes that arrive in order. Each range is hashed on arrival and
+verified at its last byte.
 
-Invariant: the bytes before `position` are in the buffer, those before `verified` match their digests. No byte is written beyond the end.
+Invariant: bytes before `position` are in the buffer, those before `verified` match their digests. None is written beyond the end.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """The canary of a version: fixed tokens, and the log-probabilities that the learner computes for them. Pure.
 
-Invariant: a replica passes when the mean absolute difference of its log-probabilities is at most the limit. A value that is not a number,
-on either side, fails.
+Invariant: a replica passes when the mean absolute difference of its log-probabilities is at most the limit. A value that is not a
+number, on either side, fails.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class CanaryError(ValueError):
 
 @dataclass(frozen=True)
 class Canary:
-    """`ids`: tokens [n]; `logprobs`: of ids[1:] given the tokens before each, at temperature 1, in nats [n - 1]; `limit`, in nats."""
+    """`ids`: tokens [n]; `logprobs`: of ids[1:] given the tokens before, at temperature 1, in nats [n - 1]; `limit`, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]

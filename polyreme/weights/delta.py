@@ -1,7 +1,7 @@
 """Deltas: a part of a version, as its changes since another version. Pure.
 
-Invariant: a delta applied to bytes with the digests of its base gives bytes with the digests of its manifest, which are those of the
-whole version. The digests of both ends are verified, so no other bytes are ever used as the version.
+Invariant: a delta applied to bytes with the digests of its base gives bytes with the digests of its manifest, which are those of
+the whole version. The digests of both ends are verified, so no other bytes are ever used as the version.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class DeltaManifest:
         tensors: one per tensor with its own bytes, in the manifest's order.
 
     Raises:
-        ManifestError: the tensors are not those of the manifest, the manifest is not sealed, or the payload is longer than WHOLE_ABOVE.
+        ManifestError: the tensors are not those of the manifest, the manifest is not sealed, or the payload exceeds WHOLE_ABOVE.
     """
 
     manifest: Manifest

@@ -1,7 +1,7 @@
 """The manifest of a version's bytes: names, dtypes, shapes and offsets. Pure.
 
-Invariant: every manifest is consistent. Names are unique, every tensor lies inside the part at an aligned offset, tensors do not overlap,
-and an alias refers to a tensor of the same dtype and shape with bytes of its own.
+Invariant: every manifest is consistent. Names are unique, every tensor lies inside the part at an aligned offset, tensors do not
+overlap, and an alias refers to a tensor of the same dtype and shape with bytes of its own.
 """
 
 import math
@@ -14,7 +14,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
-# safetensors dtype names, and the numpy dtype of their views. Types that numpy lacks (BF16, F8) appear as unsigned words of their size.
+# safetensors dtype names, and the numpy dtypes of their views: what numpy lacks (BF16, F8) appears as unsigned words of its size.
 NUMPY_DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -132,7 +132,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RemotePart:
-    """A part of a version on another machine of the learner: its sealed manifest, and the host:port of that machine's part server."""
+    """A part of a version on another machine of the learner: its sealed manifest, and host:port of that machine's part server."""
 
     manifest: Manifest
     address: str

@@ -1,11 +1,11 @@
 """The codec of one tensor's changed elements. Pure.
 
-Invariant: `decode(encode(...))` returns the same bits for every dtype: elements are compared and stored as unsigned integers, so NaN
-payloads and minus zero are exact, and stored values are absolute, so applying a frame twice changes nothing.
+Invariant: `decode(encode(...))` returns the same bits for every dtype: elements are compared and stored as unsigned integers, so
+NaN payloads and minus zero are exact, and stored values are absolute, so applying a frame twice changes nothing.
 
-A frame is one zstd frame of byte planes: the positions' words, then the values, each split into its first bytes, second bytes and so on,
-because bytes of equal significance compress together. Positions are coded as gaps to the previous position, in 16-bit words; a word of
-ESCAPE adds itself to the gap of the next word. A frame without positions holds all values of the tensor.
+A frame is one zstd frame of byte planes: the positions' words, then the values, each split into its first bytes, second bytes and
+so on, because bytes of equal significance compress together. Positions are coded as gaps to the previous position, in 16-bit
+words; a word of ESCAPE adds itself to the gap of the next word. A frame without positions holds all values of the tensor.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class FrameError(ValueError):
 
 
 class Changes(NamedTuple):
-    """Changed elements. `positions`: int64 [k], ascending flat indices, or None for every element; `values`: their new words [k]."""
+    """Changed elements. `positions`: int64 [k], ascending flat indices, or None: every element; `values`: their new words [k]."""
 
     positions: NDArray[np.int64] | None
     values: Words

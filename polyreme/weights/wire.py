@@ -1,7 +1,7 @@
 """The wire format of a version's bytes: StageStreamRequest messages that are encoded and decoded without protobuf.
 
-Invariant: every message is a valid protobuf message of that schema. Only messages of this module's own encoding are read without a copy.
-(Protobuf takes several times as long for a mebibyte as the network stack.)
+Invariant: every message is a valid protobuf message of that schema. Only messages of this module's own encoding are read without
+a copy. (Protobuf takes several times as long for a mebibyte as the network stack.)
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class WireError(ValueError):
 def keep_memory() -> None:
     """Makes the C library keep the memory of messages for later ones. Call it before a process's first stream.
 
-    Without it, the library returns each message's pages and the kernel clears new ones, which costs more than the rest of a stream.
+    Without it, the library returns each message's pages and the kernel clears new ones, costing more than the rest of a stream.
     """
     with suppress(AttributeError):  # a C library that is not glibc
         tune = ctypes.CDLL(None).mallopt

@@ -1,7 +1,7 @@
 """`polyreme chat`: a conversation with a policy in the terminal.
 
-Invariant: questions are read from the terminal, from --message, or from a pipe, one per line; answers go to the output as they are
-generated. A conversation changes no run.
+Invariant: questions are read from the terminal, from --message, or from a pipe, one per line; answers go to the output as they
+are generated. A conversation changes no run.
 """
 
 import sys

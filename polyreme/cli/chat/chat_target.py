@@ -168,7 +168,7 @@ def _of_model(model_dir: Path) -> ChatTarget:
 
 
 def _as_trained(title: str, config: RunConfig | StageConfig, url: str = "", model_dir: Path | None = None) -> ChatTarget:
-    """A model asked as it was trained: its template, its system message, and for a run the length of its answers and its security."""
+    """A model asked as it was trained: its template, its system message, and for a run its answers' length and its security."""
     found = ChatTarget(
         title, url, model_dir, system=config.data.system or _system_of_rows(config), is_chat=config.data.template == "chat"
     )

@@ -64,8 +64,8 @@ class V1Client:
             ) from None
 
     def chat(self, model: str, messages: Sequence[dict[str, str]], max_tokens: int | None, temperature: float) -> Iterator[Piece]:
-        """Streams the answer to a conversation, of at most `max_tokens` (None: the rest of the context). Raises UnavailableError, RequestRefusedError,
-        PolyremeError."""
+        """Streams the answer to a conversation, of at most `max_tokens` (None: the rest of the context). Raises UnavailableError,
+        RequestRefusedError, PolyremeError."""
         body = {"messages": list(messages)}
         for event in self._stream("/chat/completions", model, body, max_tokens, temperature):
             for choice in event.get("choices", ()):

@@ -1,7 +1,7 @@
 """`polyreme compare`: the configurations and the metrics of several runs side by side.
 
-Invariant: metrics are compared over the iterations that every run has trained, so the comparison with a run in progress ends at that
-run's newest iteration.
+Invariant: metrics are compared over the iterations that every run has trained, so the comparison with a run in progress ends at
+that run's newest iteration.
 """
 
 import json
@@ -114,7 +114,7 @@ def metric_rows(
 
 
 def result_rows(summaries: Sequence[Line]) -> dict[str, list[object]]:
-    """The results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
+    """Results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
     rows = summary_rows([flat_settings(summary) for summary in summaries])
     decided = [
         name for name in rows if name.partition(".")[0].endswith(("_before", "_after")) or name.endswith(("_before", "_after"))

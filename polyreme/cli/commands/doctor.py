@@ -1,8 +1,8 @@
 """`polyreme doctor`: checks what this machine offers a run, and states how to fix what is missing.
 
-Invariant: the command measures and reports. Servers and processes that it starts end with it; only the file of --report outlasts it. That
-file has no secret that this process knows: values of secret variables of the environment, the password of the run's Redis, and of an address
-nothing but scheme, host and port. Samples, data and answers are not read.
+Invariant: the command measures and reports. Servers and processes that it starts end with it; only the file of --report outlasts
+it. That file has no secret that this process knows: values of secret variables of the environment, the password of the run's
+Redis, and of an address nothing but scheme, host and port. Samples, data and answers are not read.
 """
 
 import asyncio
@@ -70,7 +70,8 @@ def doctor(
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Directory of the run that --report includes.")] = None,
 ) -> None:
-    """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk. Exits with 1 when a part is missing."""
+    """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.
+    Exits with 1 when a part is missing."""
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
         raise ConfigError(f"a directory of runs at {directory}", found, "Fix --directory.")

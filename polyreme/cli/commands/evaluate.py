@@ -1,7 +1,7 @@
 """`polyreme eval`: evaluates a model as a run would, without training.
 
-Invariant: the answers come from the replicas, the template and the rewards of the configuration, as in training. The evaluation's run
-directory keeps the records and the answers, but not the copies of the model.
+Invariant: the answers come from the replicas, the template and the rewards of the configuration, as in training. The evaluation's
+run directory keeps the records and the answers, but not the copies of the model.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def results(record: Evaluation) -> dict[str, object]:
 
 
 def evaluation_overrides(config: Path, overrides: list[str], model: Path | None) -> list[str]:
-    """The overrides of a run that only evaluates, in a separate directory. Raises ConfigError when the configuration is invalid."""
+    """The overrides of a run that only evaluates, in another directory. Raises ConfigError when the configuration is invalid."""
     chosen = [*overrides, *([] if model is None else [f"model.path={json.dumps(str(model))}"])]
     chosen += [*_ONLY_EVALUATE, *_BESIDE]
     base = load_config(config, chosen)

@@ -1,8 +1,8 @@
 """`polyreme import-config`: writes a run.yaml from another system's configuration.
 
-Invariant: the file is written completely or not at all, and never replaces an existing one. It is valid in our schema, or the command
-fails with the reason. What was not carried over is on the terminal (stderr) as well as in the file. The status is 0 when a file or text
-was written: losses are decisions of the user, not failures.
+Invariant: the file is written completely or not at all, and never replaces an existing one. It is valid in our schema, or the
+command fails with the reason. What was not carried over is on the terminal (stderr) as well as in the file. The status is 0 when
+a file or text was written: losses are decisions of the user, not failures.
 """
 
 import sys

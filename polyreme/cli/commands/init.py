@@ -1,6 +1,6 @@
 """`polyreme init`: writes the files of a first run.
 
-Invariant: it asks no question that a flag answers. Without a terminal it asks nothing and uses the defaults. No file is overwritten.
+Invariant: it asks no question that a flag answers. Without a terminal it asks nothing and uses defaults. No file is overwritten.
 """
 
 import os

@@ -1,6 +1,6 @@
 """`polyreme logs`: the log lines of a run's processes in one stream.
 
-Invariant: `--follow` ends with the run: when no process owns its directory, the remaining lines are printed and the command returns.
+Invariant: `--follow` ends with the run: when no process owns its directory, the rest is printed and the command returns.
 """
 
 import sys

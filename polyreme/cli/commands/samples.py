@@ -59,7 +59,10 @@ def samples(
     if not total:
         console.print("no samples match", soft_wrap=True)
     elif shown < total:
-        text = f"{shown} of {total} samples: one of each prompt, then a second one; --limit {total} shows all, --text PROMPT those of a prompt"
+        text = (
+            f"{shown} of {total} samples: one of each prompt, then a second one; --limit {total} shows all, --text PROMPT those"
+            " of a prompt"
+        )
         console.print(text, soft_wrap=True)
 
 

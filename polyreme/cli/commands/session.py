@@ -1,7 +1,7 @@
 """Runs the processes of one run on this machine: the services, the trainer and the run's own Redis.
 
-Invariant: when `run` returns or raises, all of them have ended, and the run has a final state in summary.json and, if Redis answers,
-in Redis.
+Invariant: when `run` returns or raises, all of them have ended, and the run has a final state in summary.json and, if Redis
+answers, in Redis.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 15.0
 _RECORDS_INTERVAL = 0.5
 _LAST_STATE_SECONDS = 30.0
 _BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
-"""Exit statuses of a trainer that receives a signal before it installs its handlers: that of the signal, or of a KeyboardInterrupt."""
+"""Exit statuses of a trainer that gets a signal before it installs handlers: that of the signal, or of a KeyboardInterrupt."""
 
 
 class Session:

@@ -1,6 +1,6 @@
 """`polyreme status`: one line for each run below some folders or in a Redis, or for each model of a training service.
 
-Invariant: it changes no run. One that cannot be read hides no other. A run that is both in a folder and in Redis has one line, with the data of Redis.
+Invariant: it changes no run. An unreadable one hides no other. A run in both a folder and Redis has one line, with Redis' data.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def status(
     redis: Annotated[str | None, redis_option("Lists every run of this Redis.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
 ) -> None:
-    """List runs: state, iteration, newest result, replicas, and why a run ended. Of a training service, list its tenants' models."""
+    """List runs: state, iteration, newest result, replicas, and why it ended. Of a training service, list its tenants' models."""
     folders = paths or ([] if redis else [Path("runs")])
     console = TerminalConsole(sys.stdout)
     services = {folder: state for folder in folders if (state := ServiceState.read(folder)) is not None}
@@ -63,8 +63,8 @@ def status(
 
 
 def status_lines(found: list[RunStatus], now: float, width: int | None = None) -> list[str]:
-    """The table of `found` at Unix time `now`. Below it the orchestrators of runs with several, and the reasons of those that did not end well.
-    `width`: as for `fitted`."""
+    """The table of `found` at Unix time `now`. Below it the orchestrators of runs with several, and the reasons of those that did
+    not end well. `width`: as for `fitted`."""
     if not found:
         return ["no runs"]
     lines = fitted(HEADER, [_cells(each, now) for each in found], width)

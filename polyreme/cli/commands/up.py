@@ -1,7 +1,7 @@
 """`polyreme up`: runs all processes of a run on this machine, in the foreground or detached.
 
-Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves. A
-second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
+Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and
+saves. A second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
 A detached run's foreground process ends when the background process announces that it runs, or with its status and message.
 """
 
@@ -101,7 +101,8 @@ async def train(
         if announce:
             pid = os.getpid()
             announce(
-                f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output: up.log"
+                f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output:"
+                " up.log"
             )
         try:
             return await session.run(_stop_signals())
@@ -110,7 +111,7 @@ async def train(
 
 
 def _online_lines(config: RunConfig) -> list[str]:
-    """Where a product opens sessions. Sets the variable with its key for the services, from RUN_DIR/online/key unless it is set."""
+    """Where a product opens sessions. Sets the variable of its key for the services, from RUN_DIR/online/key unless it is set."""
     online = config.environment.online if config.environment else None
     if online is None:
         return []
@@ -126,8 +127,8 @@ def open_ports(config: RunConfig, others: Sequence[int]) -> str:
     if not others or (config.security is not None and (config.security.token_env or config.security.mutual)):
         return ""
     return (
-        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and replace "
-        "weights. Set security.token_env"
+        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and "
+        "replace weights. Set security.token_env"
     )
 
 

@@ -1,7 +1,7 @@
 """The files of a new run, from the answers to five questions.
 
-Invariant: no file is overwritten, and `polyreme config check` accepts what is written, for every combination of answers whose model and
-data exist.
+Invariant: no file is overwritten, and `polyreme config check` accepts what is written, for every combination of answers whose
+model and data exist.
 """
 
 import json
@@ -166,8 +166,8 @@ def run_yaml(answers: Answers) -> str:
 
 
 def own_supervised_rows(answers: Answers) -> list[dict[str, object]]:
-    """Prompts of the user's training part with their reference answers as responses, for the tiny model, which cannot write one yet. Rows
-    without such an answer, and those that its context does not hold, are left out."""
+    """Prompts of the user's training part with their reference answers as responses, for the tiny model, which cannot write one
+    yet. Rows without such an answer, and those that its context does not hold, are left out."""
     found: list[dict[str, object]] = []
     with suppress(DataError):  # a damaged row, which `config check` reports
         for row in islice(read_objects((_trained_part(answers),)), _SUPERVISED):
@@ -196,7 +196,7 @@ def _data(answers: Answers) -> Path:
 
 
 def _own_prompts(answers: Answers) -> str:
-    """The lines of `data` that name the user's file: a part of its prompts is held out if the file is large enough for both parts."""
+    """The lines of `data` that name the user's file: a part of its prompts is held out if it is large enough for both parts."""
     path, config = answers.data_name or _absolute("the data", answers.data), answers.data_config
     if _trained_part(answers).split is None:
         named = f"  config: {config}\n" if config else ""
@@ -228,7 +228,7 @@ def _reward(answer: str) -> str:
 
 
 def find_columns(path: Path, prompt_key: str | None, label_key: str | None, reward: str) -> tuple[str, str]:
-    """The columns with the prompt and the reference answer in a data file of any format: the given ones, or the first usual ones of its first row.
+    """The columns with the prompt and reference answer in any data file: those given, or the first usual ones of its first row.
 
     Raises:
         DataError: the file cannot be read, or has no rows.

@@ -1,8 +1,8 @@
 """Sample data for each kind of reward.
 
-A word of each prompt decides what is right, so that a tiny model learns it within a minute; the other letters only make many prompts.
+A word of each prompt decides what is right, so a tiny model learns it within a minute; the other letters only make many prompts.
 
-Invariant: the same call returns the same rows. Every row has the columns `prompt` and `answer`; supervised rows have `prompt` and `response`.
+Invariant: equal calls return equal rows. A row has the columns `prompt` and `answer`, a supervised one `prompt` and `response`.
 """
 
 import random

@@ -1,6 +1,6 @@
 """The files of a first run with an environment: the class in guess_number.py, its section of run.yaml, and its data.
 
-A policy that halves the range always finds the number in TURNS guesses. The warm start teaches half-careful play, which misses it often.
+Halving the range always finds the number in TURNS guesses. The warm start teaches half-careful play, which misses it often.
 
 Invariant: the same call returns the same rows. A row has the columns `prompt` and `answer`; a supervised row has `messages`.
 """
@@ -24,7 +24,7 @@ _NUMBERS = range(1, 4)
 """As many as TURNS guesses find for certain."""
 _PROMPT = f"Guess {_NUMBERS[0]} to {_NUMBERS[-1]}."
 _CAREFUL = 0.5
-"""Share of the guesses in the warm start that heed all hints. Reinforcement learning discovers that they win, and where to begin."""
+"""Share of the warm start's guesses that heed all hints. Reinforcement learning discovers that they win, and where to begin."""
 
 
 def source() -> str:

@@ -1,7 +1,7 @@
 """The section `algorithm`: a preset, its overrides, and the number of optimizer steps per iteration.
 
-Invariant: after validation the section holds every primitive of the resolved recipe. The run's own configuration therefore records what
-the preset meant, and a later version of Polyreme cannot change it.
+Invariant: after validation the section holds every primitive of the resolved recipe. The run's own configuration therefore
+records what the preset meant, and a later version of Polyreme cannot change it.
 """
 
 from pathlib import Path
@@ -98,8 +98,8 @@ class AlgorithmConfig(Recipe):
         """The recipe, with `correction: auto` resolved.
 
         Args:
-            differs: whether the sampling policy may differ from the trained one (staleness, or a dtype that engine and learner round
-                differently). Decides what `correction: auto` means.
+            differs: whether the sampling policy may differ from the trained one (staleness, or a dtype that engine and learner
+                round differently). Decides what `correction: auto` means.
         """
         fields = {name: getattr(self, name) for name in Recipe.model_fields}
         if self.correction == "auto":

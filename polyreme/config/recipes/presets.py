@@ -1,7 +1,7 @@
 """Named algorithms, and the resolution of a name and overrides to a recipe.
 
-Invariant: an override changes the overridden parameters of a preset's recipe and nothing else. A primitive that is replaced by one of
-another kind starts from the defaults of that kind.
+Invariant: an override changes the overridden parameters of a preset's recipe and nothing else. A primitive that is replaced by
+one of another kind starts from the defaults of that kind.
 """
 
 import difflib
@@ -74,7 +74,7 @@ PRESETS: Mapping[str, Recipe] = {
     "opo": Recipe(advantage=LengthWeightedBaseline(), loss=PolicyGradient()),
     # Dong et al. 2023 (arXiv 2304.06767): imitation of what the reward accepts.
     "raft": Recipe(advantage=Positives(), loss=PolicyGradient()),
-    # Agarwal et al. 2023 (arXiv 2306.13649), only on the policy's own samples, with the policy gradient of the reverse KL to the teacher.
+    # Agarwal et al. 2023 (arXiv 2306.13649), only on the policy's samples, by the policy gradient of the reverse KL to a teacher.
     "distillation": Recipe(advantage=Zero(), loss=Clip(), teacher_coef=1.0),
 }
 
@@ -82,8 +82,8 @@ SEQUENCE_PRESETS = frozenset({"gspo"})
 """Presets that are defined by one ratio per response. With a ratio per token they would be another algorithm."""
 
 STANDARD_CORRECTION: tuple[Correction, ...] = (TokenTis(cap=2.0),)
-"""Default correction when engine and learner round differently (bfloat16) or samples are stale. A geometric mask in addition would drop
-most samples of an asynchronous run, whose policies differ by more than rounding."""
+"""Default correction when engine and learner round differently (bfloat16) or samples are stale. A geometric mask in addition
+would drop most samples of an asynchronous run, whose policies differ by more than rounding."""
 
 
 def resolve(preset: str, overrides: Mapping[str, object]) -> Recipe:

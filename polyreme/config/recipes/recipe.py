@@ -31,7 +31,7 @@ class Estimator(Primitive):
         learns_from_equal: it may learn from a group whose scores are all equal.
         reads_score: it reads the score, so that shaping and a KL penalty in the reward have an effect.
         admits_greedy: a group may have greedy samples among the others.
-        needs_critic, needs_parts, needs_greedy: it needs the values of a critic, the parts of the reward, a greedy sample of each prompt.
+        needs_critic, needs_parts, needs_greedy: it needs a critic's values, the reward's parts, a greedy sample of each prompt.
     """
 
     kind: str
@@ -291,7 +291,8 @@ class AdaptiveKl(Primitive):
     target: Positive = Field(6.0, description="Target KL in nats per `unit`.")
     unit: Literal["response", "token"] = Field(
         "response",
-        description="What `target` counts. response: the sum over a response's tokens. token: the mean over its tokens, as in verl and OpenRLHF.",
+        description="What `target` counts. response: the sum over a response's tokens. token: the mean over its tokens, as in"
+        " verl and OpenRLHF.",
     )
     horizon: int = Field(10_000, ge=1, description="Number of samples over which the coefficient adapts.")
 
@@ -359,7 +360,8 @@ class Recipe(Primitive):
     aggregation: Aggregation = Field("token-mean", description="How token losses are aggregated over the whole optimizer step.")
     anchor: Literal["old", "behaviour"] = Field(
         "old",
-        description="Denominator of the ratios. old: the policy before the iteration's first step (decoupled). behaviour: the sampling policy (bypass).",
+        description="Denominator of the ratios. old: the policy before the iteration's first step (decoupled). behaviour: the"
+        " sampling policy (bypass).",
     )
     kl: Kl | None = Field(
         None, description="Penalty for divergence from the reference policy. null: no reference model is loaded."

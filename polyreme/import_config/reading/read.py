@@ -1,7 +1,7 @@
 """Reads configuration files of other systems: YAML, JSON, and shell scripts with a command line.
 
 Invariant: the result has the file's plain values by dotted key. What the file leaves open is `Unresolved`. Nothing is executed. A
-configuration of a system that is recognised and not imported is refused with what to do instead, and never read as one of another system.
+configuration of a system recognised but not imported is refused with what to do instead, and never read as another system's.
 """
 
 import re
@@ -27,20 +27,22 @@ _MAX_REFERENCES = 16
 _DO = "Name a YAML file, a JSON file, a shell script or a Python script of TRL."
 
 _DEEPSPEED_PPO = (
-    "Polyreme has its algorithm, PPO with a critic and a reward model: write the run with `polyreme init` and algorithm.preset: ppo. "
-    "actor_learning_rate is trainer.optimizer.lr, critic_learning_rate trainer.critic.optimizer.lr, max_prompt_seq_len data.max_prompt_tokens, "
-    "max_answer_seq_len rollout.max_new_tokens, ppo_epochs algorithm.epochs, unsup_coef algorithm.ptx.coef (with enable_unsupervised); "
-    "its code has a KL of 0.1 in the reward, scores within 5, lam 0.95, and clips of 0.2."
+    "Polyreme has its algorithm, PPO with a critic and a reward model: write the run with `polyreme init` and algorithm.preset: "
+    "ppo. actor_learning_rate is trainer.optimizer.lr, critic_learning_rate trainer.critic.optimizer.lr, max_prompt_seq_len "
+    "data.max_prompt_tokens, max_answer_seq_len rollout.max_new_tokens, ppo_epochs algorithm.epochs, unsup_coef "
+    "algorithm.ptx.coef (with enable_unsupervised); its code has a KL of 0.1 in the reward, scores within 5, lam 0.95, and "
+    "clips of 0.2."
 )
 _OPD = (
-    "Polyreme has distillation by a policy gradient: write the run with `polyreme init`, algorithm.preset: distillation and a section "
-    "`teacher` (docs/algorithms.md#distillation). That is --opd.topk 0 with the estimator k1; the KL over the top k tokens and the "
-    "other estimators have no counterpart."
+    "Polyreme has distillation by a policy gradient: write the run with `polyreme init`, algorithm.preset: distillation and a "
+    "section `teacher` (docs/algorithms.md#distillation). That is --opd.topk 0 with the estimator k1; the KL over the top k "
+    "tokens and the other estimators have no counterpart."
 )
 _PRIME = (
-    "Write the run with `polyreme init`: groups_per_iteration is orchestrator.batch_size / its group size (group_size, rollouts_per_example), "
-    "max_staleness its max_async_level, iterations max_steps. Its environments (verifiers) become a reward (docs/rewards.md), "
-    "or with several turns an environment.file (docs/environments.md); choose algorithm.preset yourself, since its loss depends on the version."
+    "Write the run with `polyreme init`: groups_per_iteration is orchestrator.batch_size / its group size (group_size, "
+    "rollouts_per_example), max_staleness its max_async_level, iterations max_steps. Its environments (verifiers) become a "
+    "reward (docs/rewards.md), or with several turns an environment.file (docs/environments.md); choose algorithm.preset "
+    "yourself, since its loss depends on the version."
 )
 
 
@@ -125,7 +127,7 @@ def _options(launch: Launch) -> Mapping[str, object]:
 
 
 def _with_config(values: dict[str, object], path: Path) -> list[tuple[str, str]]:
-    """Adds the values of the YAML file that `--config` or hydra's `--config-name` names. The command line has priority. Returns what must be said."""
+    """Adds values of the YAML file of `--config` or hydra's `--config-name`. The command line wins. Returns what must be said."""
     named, file = values.pop("config", None), None
     if isinstance(named, str):
         file = _find(named, path)

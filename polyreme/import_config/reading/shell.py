@@ -1,7 +1,7 @@
 """Follows the assignments and conditions of a shell script up to its commands, without executing anything.
 
-Invariant: a variable has the value that bash would give it in a plain start of the script, or is open: what a condition, an argument or the
-output of a command decides is never guessed.
+Invariant: a variable has the value that bash would give it in a plain start of the script, or is open: what a condition, an
+argument or the output of a command decides is never guessed.
 """
 
 import re

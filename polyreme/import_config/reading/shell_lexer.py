@@ -147,7 +147,7 @@ class _Lexer:
             self.place, self.redirects = signs.end() if signs else place + 1, True
 
     def _end(self, sign: str) -> Iterator[ShellCommand]:
-        """The commands that are complete with this sign. A here-document follows the line, so its command waits for the line's end."""
+        """The commands complete with this sign. A here-document follows the line, so its command waits for the line's end."""
         if self.words or sign in (")", ";;"):
             self.line.append(ShellCommand(tuple(self.words), self.before, sign))
         if self.words or sign != "\n":

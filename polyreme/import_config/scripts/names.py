@@ -1,6 +1,6 @@
 """The names of a Python program: where each is bound, and which binding a use of it sees.
 
-Invariant: a binding is found only if it is the name's single one and runs before the use; otherwise `Open` says why. Nothing is executed.
+Invariant: a binding is found only if it is the name's only one and runs before use; else `Open` says why. Nothing is executed.
 """
 
 import ast
@@ -120,7 +120,7 @@ class ScriptProgram:
         return found[0]
 
     def _step(self, found: list[Binding], name: str, use: ast.AST) -> Binding | None:
-        """The binding that a use sees among those of `x = f(); x = g(x)`: each step reads the one before it, and all of them run."""
+        """The binding that a use sees among those of `x = f(); x = g(x)`: each step reads the one before it, and all run."""
         first = self.places[found[0].node]
         line = use.lineno  # type: ignore[attr-defined]
         if self.places[use].scope is not first.scope:
@@ -153,7 +153,7 @@ def read_program(text: str) -> ScriptProgram:
 
 
 def _aliases(program: ScriptProgram) -> Iterator[tuple[str, str]]:
-    """Pairs of a name and of the name whose object it stands for, by an assignment or as a parameter of a function of the program."""
+    """Pairs of a name and the name whose object it stands for, by assignment or as a parameter of a function of the program."""
     functions = {node.name: node for node in program.places if isinstance(node, ast.FunctionDef)}
     for node in program.places:
         match node:

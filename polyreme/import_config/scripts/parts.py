@@ -1,4 +1,4 @@
-"""The arguments of a trainer that are objects in a Python program: model, data, adapters and rewards, under the keys of TRL's command line.
+"""A trainer's arguments that are objects in a Python program: model, data, adapters and rewards, under TRL's command-line keys.
 
 Invariant: what an object says is in the values, and what cannot be known is in the notes, each with its line.
 """
@@ -13,8 +13,8 @@ from polyreme.import_config.scripts.values import Values
 
 TEXTS = ("model_name_or_path", "dataset_name", "output_dir", "run_name")
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
-         "modules_to_save": "lora_modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora", "task_type": "lora_task_type",
-         "target_parameters": "lora_target_parameters"}  # fmt: skip
+         "modules_to_save": "lora_modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
+         "task_type": "lora_task_type", "target_parameters": "lora_target_parameters"}  # fmt: skip
 _LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's defaults. Those of TRL's command line differ."""
 _UNSLOTH = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}

@@ -1,6 +1,6 @@
 """The reward functions of a Python program's trainer: names of TRL's, modules, models, and functions that the script defines.
 
-Invariant: every reward is in the values in the order of its weight. A function of the script is never mistaken for TRL's of the same name.
+Invariant: every reward is in the values in the order of its weight. A script's function is never mistaken for TRL's of that name.
 """
 
 import ast
@@ -113,7 +113,10 @@ def _advice(values: Values, function: ast.AST, name: str, file: Path) -> str:
         changes.append("importing the script starts its training: put the function into a file of its own")
     what = "a reward of the script itself, which is not translated"
     ready = f"{{file: {file.name}, function: {name}}}"
-    return f"{what}; as {ready} in reward.rewards {'it works if you change: ' + '; '.join(changes) if changes else 'it works unchanged'}"
+    return (
+        f"{what}; as {ready} in reward.rewards"
+        f" {'it works if you change: ' + '; '.join(changes) if changes else 'it works unchanged'}"
+    )
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

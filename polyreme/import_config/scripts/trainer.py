@@ -1,7 +1,7 @@
 """A Python program with TRL's GRPOTrainer or RLOOTrainer, read as the values of TRL's command line.
 
-Invariant: each argument of the trainer and of its configuration is in the values or in the notes. A program whose configuration comes from a
-command line, or of another trainer, is refused with what to do. Nothing is executed.
+Invariant: each argument of the trainer and of its configuration is in the values or in the notes. A program whose configuration
+comes from a command line, or of another trainer, is refused with what to do. Nothing is executed.
 """
 
 import ast
@@ -29,12 +29,15 @@ _OTHERS = {
     "PPO": f"{_INIT}algorithm.preset: ppo.",
     "PPOv2": f"{_INIT}algorithm.preset: ppo.",
     "GKD": f"{_INIT}algorithm.preset: distillation.",
-    "OnlineDPO": "Polyreme has no preferences between answers of the policy itself: train on the same rewards with algorithm.preset: grpo.",
-    "XPO": "Polyreme has no preferences between answers of the policy itself: train on the same rewards with algorithm.preset: grpo.",
-    "NashMD": "Polyreme has no preferences between answers of the policy itself: train on the same rewards with algorithm.preset: grpo.",
+    "OnlineDPO": "Polyreme has no preferences between answers of the policy itself: train on the same rewards with"
+    " algorithm.preset: grpo.",
+    "XPO": "Polyreme has no preferences between answers of the policy itself: train on the same rewards with"
+    " algorithm.preset: grpo.",
+    "NashMD": "Polyreme has no preferences between answers of the policy itself: train on the same rewards with"
+    " algorithm.preset: grpo.",
 }
-_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "reward_processing_classes", "callbacks",
-              "optimizers", "peft_config", "tools", "rollout_func", "environment_factory")  # fmt: skip
+_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "reward_processing_classes",
+              "callbacks", "optimizers", "peft_config", "tools", "rollout_func", "environment_factory")  # fmt: skip
 _TOKENIZERS = ("processing_class", "reward_processing_classes", "tokenizer")
 _CHOOSE = "Name a script with one GRPOTrainer or RLOOTrainer, or the YAML file of `trl grpo`."
 

@@ -1,7 +1,7 @@
 """The values of a Python program's expressions, as far as they are known without running it.
 
-Invariant: a value is the one that the program has when it starts without arguments and without variables of the environment. Anything else
-raises `Open`. Pure.
+Invariant: a value is the one that the program has when it starts without arguments and without variables of the environment.
+Anything else raises `Open`. Pure.
 """
 
 import ast
@@ -12,17 +12,18 @@ from typing import Any
 from polyreme.import_config.scripts.names import Binding, Open, ScriptProgram
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }  # fmt: skip
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
 _FUNCTIONS: dict[str, Callable[..., object]] = {
-    "dict": dict, "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "abs": abs, "round": round,
-    "list": list, "tuple": list,
-    "os.path.join": lambda *parts: "/".join(parts), "os.path.expanduser": str, "os.path.basename": lambda text: text.rpartition("/")[2],
-    "pathlib.Path": lambda *parts: "/".join(parts),
+    "dict": dict, "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "abs": abs,
+    "round": round, "list": list, "tuple": list,
+    "os.path.join": lambda *parts: "/".join(parts), "os.path.expanduser": str,
+    "os.path.basename": lambda text: text.rpartition("/")[2], "pathlib.Path": lambda *parts: "/".join(parts),
 }  # fmt: skip
 _METHODS = frozenset(
     (
@@ -56,7 +57,7 @@ class Values:
     """
 
     def __init__(self, program: ScriptProgram, field_of: "Callable[[Values, ast.Attribute], ast.expr]"):
-        """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; it raises Open."""
+        """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; raises Open."""
         self._field_of = field_of
         self.program = program
         self.defaults: dict[str, object] = {}

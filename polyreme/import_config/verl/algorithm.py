@@ -91,8 +91,8 @@ def _preset(values: Values, mode: str) -> str:
         raise ConfigError(
             "algorithm.adv_estimator of an estimator that Polyreme has",
             "gpg: each score minus the mean of its group, times (samples / samples whose score is not 0) of the batch",
-            "Without this factor it is adv_estimator: grpo with norm_adv_by_std_in_grpo: false; keep policy_loss.loss_mode: gpg, which is "
-            "algorithm.loss.kind: policy_gradient.",
+            "Without this factor it is adv_estimator: grpo with norm_adv_by_std_in_grpo: false; keep policy_loss.loss_mode: "
+            "gpg, which is algorithm.loss.kind: policy_gradient.",
         )
     if estimator not in PRESETS:
         raise refused("algorithm.adv_estimator of an estimator", estimator, PRESETS)
@@ -132,7 +132,8 @@ def clip_ratio(value: object, values: Values) -> object:
     if all(bound is not None for bound in bounds) or value == 0.2:
         return PART
     return Lost(
-        "CHECK: taken as both bounds; since 2025, verl reads clip_ratio_low and clip_ratio_high, 0.2 where a file does not set them"
+        "CHECK: taken as both bounds; since 2025, verl reads clip_ratio_low and clip_ratio_high, 0.2 where a file does not set"
+        " them"
     )
 
 

@@ -53,45 +53,51 @@ MEGATRONS = (
     Rule(f"{MEGATRON}.expert_tensor_parallel_size", "trainer.parallel.expert_tensor", "", given),
     Rule(f"{MEGATRON}.optimizer_offload", "trainer.offload.optimizer"),
     Rule(f"{MEGATRON}.param_offload", "trainer.offload.idle_models", "models that do not compute are on the host"),
-    Rule(f"{TRANSFORMER}.recompute_granularity", "trainer.recompute", "", lookup({"full": "full", "selective": "selective"}, None)),
+    Rule(f"{TRANSFORMER}.recompute_granularity", "trainer.recompute", "",
+         lookup({"full": "full", "selective": "selective"}, None)),
     Rule(f"{TRANSFORMER}.moe_aux_loss_coeff", "trainer.moe.aux_loss_coef", "0: none", above(0)),
     Rule(f"{TRANSFORMER}.moe_z_loss_coeff", "trainer.moe.z_loss_coef", "0: none", above(0)),
     Rule(f"{TRANSFORMER}.moe_router_bias_update_rate", "trainer.moe.bias_update_rate", "0: none", above(0)),
-    Rule(f"{MEGATRON}.router_replay.mode", "trainer.moe.replay_routes", "R3: the replica's choice", lookup({"R3": True}, "disabled", None)),
+    Rule(f"{MEGATRON}.router_replay.mode", "trainer.moe.replay_routes", "R3: the replica's choice",
+         lookup({"R3": True}, "disabled", None)),
     *lost("no training with simulated quantization", f"{MEGATRON}.qat.enable", unless=(None, False)),
     *idle("only used with qat.enable", f"{MEGATRON}.qat.*"),
     *lost("there is no dropout", f"{TRANSFORMER}.attention_dropout", f"{TRANSFORMER}.hidden_dropout", unless=(None, 0)),
     *idle("kernels, memory and schedules of Megatron", *(f"{TRANSFORMER}.{each}" for each in (
-        "recompute_*", "attention_backend", "apply_rope_fusion", "*_fusion", "gradient_accumulation_fusion", "deallocate_pipeline_outputs",
-        "persist_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "moe_token_dispatcher_type", "moe_enable_deepep",
-        "moe_shared_expert_overlap", "moe_router_dtype", "account_for_*", "num_layers_in_*", "masked_softmax_fusion",
-        "overlap_*", "use_flash_attn", "fine_grained_activation_offloading", "offload_modules"))),
+        "recompute_*", "attention_backend", "apply_rope_fusion", "*_fusion", "gradient_accumulation_fusion",
+        "deallocate_pipeline_outputs", "persist_layer_norm", "moe_grouped_gemm", "moe_permute_fusion",
+        "moe_token_dispatcher_type", "moe_enable_deepep", "moe_shared_expert_overlap", "moe_router_dtype", "account_for_*",
+        "num_layers_in_*", "masked_softmax_fusion", "overlap_*", "use_flash_attn", "fine_grained_activation_offloading",
+        "offload_modules"))),
     *idle("memory, storage and schedules of Megatron", *(f"{MEGATRON}.{each}" for each in (
-        "grad_offload", "sequence_parallel", "use_distributed_optimizer", "use_dist_checkpointing", "dist_checkpointing_*", "seed",
-        "override_ddp_config.*", "use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "use_remove_padding", "forward_only",
-        "dynamic_context_parallel", "max_seqlen_per_dp_cp_rank", "dist_ckpt_optim_fully_reshardable", "pad_*", "entropy_from_logits_*",
-        "distrib_optim_fully_reshardable_mem_efficient", "router_replay.record_file", "router_replay.replay_file"))),
+        "grad_offload", "sequence_parallel", "use_distributed_optimizer", "use_dist_checkpointing", "dist_checkpointing_*",
+        "seed", "override_ddp_config.*", "use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "use_remove_padding",
+        "forward_only", "dynamic_context_parallel", "max_seqlen_per_dp_cp_rank", "dist_ckpt_optim_fully_reshardable", "pad_*",
+        "entropy_from_logits_*", "distrib_optim_fully_reshardable_mem_efficient", "router_replay.record_file",
+        "router_replay.replay_file"))),
 )  # fmt: skip
 
 TORCHTITANS = (
     *part_of("trainer.parallel", *(f"{ACTOR}.torchtitan.{each}" for each in (*SIZES["torchtitan"].values(), "data_parallel_size",
              "data_parallel_replicate_size", "data_parallel_shard_size"))),
     *idle("how the ranks share memory and compute", *(f"{ACTOR}.torchtitan.{each}" for each in (
-        "wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params", "use_torch_compile", "entropy_*", "attn_type",
-        "spmd_backend", "activation_checkpoint", "max_seq_len", "strategy", "seed", "full_determinism", "forward_only", "mixed_precision"))),
+        "wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params", "use_torch_compile", "entropy_*",
+        "attn_type", "spmd_backend", "activation_checkpoint", "max_seq_len", "strategy", "seed", "full_determinism",
+        "forward_only", "mixed_precision"))),
 )  # fmt: skip
 
 VEOMNIS = (
     *part_of("trainer.parallel", f"{ACTOR}.veomni.ulysses_parallel_size"),
-    Rule(f"{ACTOR}.veomni.router_replay.mode", "trainer.moe.replay_routes", "R3: the replica's choice", lookup({"R3": True}, "disabled", None)),
+    Rule(f"{ACTOR}.veomni.router_replay.mode", "trainer.moe.replay_routes", "R3: the replica's choice",
+         lookup({"R3": True}, "disabled", None)),
     *lost("no training with simulated quantization", f"{ACTOR}.veomni.qat_implementation", unless=(None, "none")),
     *lost("a run starts from the weights of model.path", f"{ACTOR}.veomni.load_checkpoint_path", unless=(None, "")),
     *lost("the learner computes in bfloat16", f"{ACTOR}.veomni.mixed_precision", unless=(None, True)),
     *idle("how the ranks share memory and compute", *(f"{ACTOR}.veomni.{each}" for each in (
-        "fsdp_size", "seed", "full_determinism", "init_device", "enable_full_shard", "ckpt_manager", "forward_prefetch", "strategy",
-        "use_torch_compile", "entropy_*", "forward_only", "enable_fsdp_offload", "enable_reentrant", "*_implementation", "force_use_huggingface",
-        "enable_async_activation_offload", "activation_offload_*", "basic_modules", "pad_to_length*", "router_replay.record_file",
-        "router_replay.replay_file"))),
+        "fsdp_size", "seed", "full_determinism", "init_device", "enable_full_shard", "ckpt_manager", "forward_prefetch",
+        "strategy", "use_torch_compile", "entropy_*", "forward_only", "enable_fsdp_offload", "enable_reentrant",
+        "*_implementation", "force_use_huggingface", "enable_async_activation_offload", "activation_offload_*", "basic_modules",
+        "pad_to_length*", "router_replay.record_file", "router_replay.replay_file"))),
 )  # fmt: skip
 
 SHARED = tuple(

@@ -153,7 +153,10 @@ def _ranks(values: Values) -> Fixed:
     world, nodes = _world(values), values["trainer.nnodes"]
     sizes, why = sizes_of(values)
     if sizes["pipeline"] > 1 and sizes["pipeline"] % nodes:
-        why = f"CHECK: {sizes['pipeline']} stages cannot be spread over {nodes} machines here, so there is one; see trainer.parallel"
+        why = (
+            f"CHECK: {sizes['pipeline']} stages cannot be spread over {nodes} machines here, so there is one; see"
+            " trainer.parallel"
+        )
         sizes["pipeline"] = 1
     data = ratio(world, product(*sizes.values()))
     found: Fixed = {f"trainer.parallel.{name}": (size, why) for name, size in sizes.items()}

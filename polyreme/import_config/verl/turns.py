@@ -46,7 +46,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
 
 
 def _turns(values: Values) -> tuple[int | None, str]:
-    """Answers of an episode. verl ends after an answer if there are as many answers, or as many messages of the user or of tools."""
+    """Answers of an episode. verl ends after an answer if there are as many answers, or as many messages of the user or tools."""
     answers, messages = values.get(BOUNDS[0]) or values.get(BOUNDS[2]), values.get(BOUNDS[1])
     bounds: list[int | None] = [answers, messages and messages + 1]
     given = [bound for bound in bounds if bound]
@@ -60,9 +60,10 @@ def _off(values: Values) -> str:
 MULTI_TURNS = (
     *part_of("environment.file", ENABLED, LOOP, *CODE),
     *part_of("environment.max_turns", *BOUNDS),
-    *lost("a longer message is a failure here (environment.max_message_chars): cut it in the environment", f"{TURNS}.max_tool_response_length",
-          f"{TURNS}.tool_response_truncate_side", off=_off),
-    *lost("the environment reads the calls in an answer, and answers them", f"{TURNS}.format", f"{TURNS}.max_parallel_calls", off=_off),
+    *lost("a longer message is a failure here (environment.max_message_chars): cut it in the environment",
+          f"{TURNS}.max_tool_response_length", f"{TURNS}.tool_response_truncate_side", off=_off),
+    *lost("the environment reads the calls in an answer, and answers them", f"{TURNS}.format", f"{TURNS}.max_parallel_calls",
+          off=_off),
     *idle("checks of the tokens, which are never encoded again here", f"{TURNS}.tokenization_sanity_check_mode",
           f"{TURNS}.use_inference_chat_template"),
     *idle("evaluation only", f"{TURNS}.num_repeat_rollouts"),

@@ -1,7 +1,7 @@
 """Plans the command line of bubblewrap, without running it.
 
-Invariant: a program sees the read-only files that it needs, one temporary file system of bounded size, and nothing else: no /proc, no
-network, no other process. A new /proc cannot be mounted in most containers, and Python does not need it.
+Invariant: a program sees the read-only files that it needs, one temporary file system of bounded size, and nothing else: no
+/proc, no network, no other process. A new /proc cannot be mounted in most containers, and Python does not need it.
 """
 
 import os

@@ -1,8 +1,8 @@
 """A Python interpreter in a sandbox, which keeps its state from call to call.
 
-Invariant: every call ends by its deadline, and nothing of the program runs between two calls: its process is stopped. What a program writes
-is kept up to a bound, and the rest is read and dropped. An interpreter that breaks a limit, or that its code ends, is gone with its state;
-the next call starts another.
+Invariant: every call ends by its deadline, and nothing of the program runs between two calls: its process is stopped. What a
+program writes is kept up to a bound, and the rest is read and dropped. An interpreter that breaks a limit, or that its code ends,
+is gone with its state; the next call starts another.
 """
 
 import os
@@ -99,7 +99,7 @@ class Interpreter:
         return program
 
     def _follow(self, program: Program, code: str, deadline: float, shown: "_Output") -> tuple[bytes, str | None]:
-        """Sends the code and reads until the call is over. Returns the reply, which may lack its end, and the limit that was broken."""
+        """Sends the code and reads until the call is over. Returns the reply, which may lack its end, and the broken limit."""
         stdout, reply = program.pipes[0][0], b""
         self._channel.settimeout(max(0.001, deadline - time.monotonic()))
         try:

@@ -1,7 +1,7 @@
 """Drops access to files (Landlock), capabilities and system calls (seccomp), without any privilege.
 
-Invariant: `Rules` is created before the fork. `confine` runs between fork and exec and only issues system calls. The structures are
-described in Documentation/userspace-api/landlock.rst of Linux.
+Invariant: `Rules` is created before the fork. `confine` runs between fork and exec and only issues system calls. The structures
+are described in Documentation/userspace-api/landlock.rst of Linux.
 """
 
 import ctypes

@@ -42,7 +42,10 @@ def why_not(mode: Mode) -> str | None:
             return str(error)
     if ended.well and ended.stdout == b"isolated\n":
         return None
-    return f"a test program was not isolated (exit status {ended.status}, broken limit: {ended.over}, output: {ended.stdout[:200]!r})"
+    return (
+        f"a test program was not isolated (exit status {ended.status}, broken limit: {ended.over}, output:"
+        f" {ended.stdout[:200]!r})"
+    )
 
 
 def choose(

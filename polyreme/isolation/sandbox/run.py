@@ -1,7 +1,7 @@
 """Runs programs to their end.
 
-Invariant: every started program has ended when `run` or `check` returns. A sandbox that could not be set up raises SandboxError and is
-never a failed test.
+Invariant: every started program has ended when `run` or `check` returns. A sandbox that could not be set up raises SandboxError
+and is never a failed test.
 
 The time limit starts with the first byte from the sandbox's own code, so a slow start does not reduce a program's time.
 """
@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended. `over` names the limit that it broke, if any. `status` is its exit status, negative or above 128 for a signal."""
+    """How a program ended. `over`: the limit that it broke, if any. `status`: exit status, negative or above 128 for a signal."""
 
     over: str | None
     status: int

@@ -1,6 +1,6 @@
 """Reads run directories of live and ended runs.
 
-Invariant: a reader changes no file of the run. Its own data is in `index.sqlite` in the same directory, which may be deleted at any time.
+Invariant: a reader changes no file of the run. Its own data is in the run's `index.sqlite`, which may be deleted at any time.
 """
 
 from polyreme.rundir.reader.directories import run_directories

@@ -17,7 +17,7 @@ def _warn(folder: Path, error: OSError) -> None:
 
 
 def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -> list[Path]:
-    """The run directories at `path`: `path` itself, those directly below it, or the models of a training service, the newest start first.
+    """Run directories at `path`: `path` itself, those directly below it, or a training service's models, the newest start first.
 
     Args:
         warn: called with a directory that cannot be read, which is skipped.

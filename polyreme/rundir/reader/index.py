@@ -1,8 +1,8 @@
-"""The index of one run directory: an SQLite file with its metrics, events and samples, built incrementally from the run's own files.
+"""The index of one run directory: an SQLite file with its metrics, events and samples, built incrementally from the run's files.
 
-Invariant: the index has the content of one run's files at its last update. An update is one transaction, so processes that share an
-index see only whole updates, and a line is added once. A sample file is added with the record that announces it, since the run writes
-the file first. The index can always be rebuilt from the files.
+Invariant: the index has the content of one run's files at its last update. An update is one transaction, so processes that share
+an index see only whole updates, and a line is added once. A sample file is added with the record that announces it, since the run
+writes the file first. The index can always be rebuilt from the files.
 """
 
 import json
@@ -36,26 +36,27 @@ CREATE TABLE sample (
 CREATE INDEX sample_kind ON sample (kind, step);
 CREATE INDEX sample_step ON sample (step);
 CREATE INDEX sample_prompt ON sample (prompt);
-CREATE TABLE span (step INTEGER, "group" INTEGER, began REAL, generate REAL, score REAL, replicas TEXT, PRIMARY KEY (step, "group"))
+CREATE TABLE span (step INTEGER, "group" INTEGER, began REAL, generate REAL, score REAL, replicas TEXT, \
+PRIMARY KEY (step, "group"))
     WITHOUT ROWID;
 """
 _SAMPLE = (
-    'INSERT OR REPLACE INTO sample (id, kind, step, "group", position, prompt, score, tokens, finish, oldest, newest, replica, advantage,'
-    " logprob, file, start, size, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    'INSERT OR REPLACE INTO sample (id, kind, step, "group", position, prompt, score, tokens, finish, oldest, newest, replica,'
+    " advantage, logprob, file, start, size, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _BUSY_SECONDS = 60.0
 _LINES_AT_ONCE = 500
 _BYTES_AT_ONCE = 64 * 2**20
 """Maximum bytes of sample files in one transaction, which holds the write lock. The last file may exceed it."""
 _TURN_SECONDS, _PAUSE_SECONDS = 5.0, 0.15
-"""Seconds for which one process makes successive transactions, and its pause for others. SQLite retries a lock every 0.1 seconds."""
+"""Seconds of one process's successive transactions, and its pause for others. SQLite retries a lock every 0.1 seconds."""
 
 
 class Index:
     """The index of the run directory `run_dir`, in the file `path`.
 
     Attributes:
-        updated: the state of the files at the last `update`. It changes whenever an update adds something; None before the first update.
+        updated: the state of the files at the last `update`. It changes whenever an update adds something; None before the first.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class Index:
         return added
 
     def _files(self, run_id: str) -> tuple[str, int, int, int]:
-        """Values that change when an update may find something: the run, the size of metrics.jsonl, and the index's inode and time of
-        change
-        (since a new file may reuse the inode of a deleted one). Costs only two calls of stat, so a page may check often."""
+        """Values that change when an update may find something: the run, the size of metrics.jsonl, and the index's inode and
+        time of change (since a new file may reuse the inode of a deleted one). Costs only two calls of stat, so a page may check
+        often."""
         metrics, index = _stat(self._run_dir / "metrics.jsonl"), _stat(self._path)
         return run_id, metrics.st_size if metrics else 0, index.st_ino if index else 0, index.st_ctime_ns if index else 0
 

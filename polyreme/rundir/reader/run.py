@@ -41,7 +41,10 @@ INDEX = "index.sqlite"
 VOCABULARY = "vocabulary.json"
 LAST_STEP = 2**62
 _METRICS = "SELECT name, NOT EXISTS (SELECT 1 FROM point WHERE metric = id AND value <> 0) AS zero FROM metric ORDER BY name"
-_NEWEST = "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id) ORDER BY name"
+_NEWEST = (
+    "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id)"
+    " ORDER BY name"
+)
 _ENDED = ("done", "stopped", "failed")
 
 
@@ -120,7 +123,7 @@ class RunReader:
         return {}
 
     def changed_settings(self) -> list[str] | None:
-        """The dotted keys of `config` whose values are not the defaults, sorted; None for a configuration that this release cannot read."""
+        """The dotted keys of `config` whose values are not the defaults, sorted; None if this release cannot read it."""
         settings = self.config()
         if self._changed is None or self._changed[0] is not settings:
             self._changed = settings, changed_settings(self.run_dir)
@@ -160,7 +163,7 @@ class RunReader:
         return self._newest[1]
 
     def series(self, name: str, first: int = 0, last: int = LAST_STEP) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """A metric's steps from `first` to `last`, int64 [n], ascending, and its values, float64 [n]. Empty for a metric that the run lacks."""
+        """A metric's steps from `first` to `last`, int64 [n], ascending, and values, float64 [n]. Empty if the run lacks it."""
         metric = "(SELECT id FROM metric WHERE name = ?)"
         query = f"SELECT step, value FROM point WHERE metric = {metric} AND step BETWEEN ? AND ? ORDER BY step"
         with self._index.read() as connection:
@@ -225,15 +228,15 @@ class RunReader:
             return samples.newest_step(connection, kind) if read_meta(connection) else None
 
     def read_samples(self, wanted: SampleQuery) -> Iterator[Sample]:
-        """Yields the lines of the matching samples, in order. Memory does not grow with their number. Raises ConfigError when one of their
-        files is missing or has changed."""
+        """Yields the lines of the matching samples, in order. Memory does not grow with their number. Raises ConfigError when one
+        of their files is missing or has changed."""
         with self._index.read() as connection:
             found = samples.places(connection, wanted) if read_meta(connection) else iter(())
             for name, in_file in itertools.groupby(found, key=lambda place: place[0]):
                 yield from self._lines(name, ((start, size) for _, start, size in in_file))
 
     def sample(self, sample_id: str) -> Sample | None:
-        """Everything that the run recorded about a sample: the columns of the index and the fields of its line. None: no such sample.
+        """Everything that the run recorded about a sample: the columns of the index and fields of its line. None: no such sample.
 
         Args:
             sample_id: GROUP.SAMPLE of a trained sample, vVERSION.ROW of an answer in an evaluation.

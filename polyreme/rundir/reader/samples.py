@@ -23,12 +23,12 @@ ORDERS = {
     "-advantage": "advantage DESC, step DESC",
     "logprob": "logprob, step DESC",
 }
-"""The orders of a list of samples; with the prefix "-", descending. prompts: one sample of each prompt, then a second one of each, and so
-on."""
+"""The orders of a list of samples; with the prefix "-", descending. prompts: one sample of each prompt, then a second one of
+each, and so on."""
 
 _FIELDS = (
-    's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens, s.finish,'
-    " s.oldest, s.newest, s.replica, s.advantage, s.logprob, s.response"
+    's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens,'
+    " s.finish, s.oldest, s.newest, s.replica, s.advantage, s.logprob, s.response"
 )
 
 

@@ -1,4 +1,4 @@
-"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same numbers."""
+"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show these."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ COMMIT_METRICS = {
 
 
 def scalars(line: Line) -> Iterator[tuple[str, float, int]]:
-    """The scalars of a record: (tag, value, step). A step is an iteration, a version, or an optimizer step of a warm start or a stage."""
+    """A record's scalars: (tag, value, step). A step is an iteration, version, or an optimizer step of a warm start or stage."""
     match read_record(line):
         case IterationTrained(iteration=step, metrics=metrics):
             for key, value in metrics.items():

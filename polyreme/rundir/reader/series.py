@@ -1,7 +1,7 @@
 """Series of a page: long ones as few points, and what a run had spent at each step, as positions on their x axes. Pure.
 
-Invariant: a series that is short enough is returned unchanged. Otherwise every value lies between the lowest and highest value of its
-bucket, so no peak disappears. Positions grow with the step, and have one value for each step whose duration and rate are recorded.
+Invariant: a short enough series is returned unchanged. Otherwise every value lies between its bucket's lowest and highest, so no
+peak disappears. Positions grow with the step, and have one value for each step whose duration and rate are recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,8 +62,8 @@ def _buckets(count: int, points: int) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def positions(axis: str, series: Callable[[str], Points]) -> Points:
-    """Steps, int64 [n], and for each the seconds since the first step began, or the tokens or samples of all steps so far, float64 [n].
-    Empty where the run does not record what is needed.
+    """Steps, int64 [n], and for each the seconds since the first step began, or the tokens or samples of all steps so far,
+    float64 [n]. Empty where the run does not record what is needed.
 
     Args:
         axis: one of AXES.

@@ -2,9 +2,9 @@
 
 Coroutines are tasks of the event loop of the main thread; what else takes time runs in a `CallThread`.
 
-Invariant: a call has one reply with its number when it ends, unless the process ends. A call that is cancelled and does not end is reported
-as stuck; a call that blocks the event loop is named by the thread that reads the socket, which nothing but a held interpreter lock blocks.
-The results, exceptions and output of user code leave the process only in bounded replies.
+Invariant: a call has one reply with its number when it ends, unless the process ends. A call that is cancelled and does not end
+is reported as stuck; a call that blocks the event loop is named by the thread that reads the socket, which nothing but a held
+interpreter lock blocks. The results, exceptions and output of user code leave the process only in bounded replies.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ Answer = Callable[[Call], Awaitable[Mapping[str, object]]]
 def serve_calls(channel: socket.socket, what: str, load: Callable[[Setup], tuple[str, str, Answer]]) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `memory_mib` and what `load` needs. Then each message is a call with its `number`, or `number` and `cancel`, the seconds
-    after which it is reported as stuck.
+    The first message has `memory_mib` and what `load` needs. Then each message is a call with its `number`, or `number` and
+    `cancel`, the seconds after which it is reported as stuck.
 
     Args:
         what: is loaded, for messages.

@@ -68,7 +68,7 @@ def _check_one(section: EnvironmentConfig, data: Sources, sources: Sequence[Task
 
 
 def _check_tools(tools: Sequence[object], sources: Sequence[TaskSource]) -> Iterator[PolyremeError]:
-    """Yields errors about the tools that the data names. Those of MCP servers are known only when these run. Raises ConfigError."""
+    """Yields errors about tools that the data names. Those of MCP servers are known only when these run. Raises ConfigError."""
     known = [each if isinstance(each, str) else "python" for each in tools if isinstance(each, str | PythonTool)]
     for tool in tools:
         if isinstance(tool, Path):

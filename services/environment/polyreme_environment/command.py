@@ -38,7 +38,8 @@ def environment(
         list[str] | None,
         typer.Argument(
             metavar="[test run.yaml | tasks run.yaml [KEY=VALUE]...]",
-            help="`test`: play one episode, print it, and exit. `tasks`: write the tasks of an environment of verifiers or NeMo Gym to data.train.",
+            help="`test`: play one episode, print it, and exit. `tasks`: write the tasks of an environment of verifiers or NeMo"
+            " Gym to data.train.",
         ),
     ] = None,
     redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,

@@ -9,9 +9,9 @@
             right = message == self.secret
             return "higher", 0.0, False        # (observation, reward, done), and optionally a dict of numbers to report
 
-A tool is a method whose arguments have types and a docstring describes them. A class with `step` names its tools in `tools`; an answer without
-a call goes to `step`. In a class without `step` every public method is a tool; an answer without a call ends the episode, and the attributes
-`reward` (of the episode so far) and `done` say the rest. With a true `rewards_calls`, `reward` also says it of the calls of a class with `step`.
+A tool is a method with typed arguments that a docstring describes. A class with `step` names its tools in `tools`; an answer
+without a call goes to `step`. Without `step` every public method is a tool; an answer without a call ends the episode, and
+`reward` (of the episode so far) and `done` say the rest. With `rewards_calls`, `reward` also says it of calls beside `step`.
 
 Each episode has an instance of its own. All methods, and `close` if there is one, may be coroutines.
 
@@ -59,7 +59,7 @@ class LostError(Exception):
 
 @dataclass(frozen=True)
 class Moved:
-    """What follows a turn: new messages, the turn's reward, whether the episode is over, numbers to report, and the turn's tool calls.
+    """What follows a turn: new messages, its reward, whether the episode is over, numbers to report, and the turn's tool calls.
 
     At the beginning of an episode: its messages, and the schemas of its tools.
     """
@@ -135,7 +135,7 @@ def moved(answer: object, limit: int) -> Moved:
 
 
 def understood(reply: Reply, limit: int) -> Moved:
-    """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
+    """A worker's reply, which its user code could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
     numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}
     calls = [tool_call(*call, limit=limit) for call in reply["calls"]]

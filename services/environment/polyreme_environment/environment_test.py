@@ -1,7 +1,7 @@
 """`polyreme environment test FILE` plays one episode and prints it turn by turn.
 
-Invariant: the environment is served and asked as in a run, in a worker process with its limits; only the policy is another one. Everything is
-printed completely on any terminal width.
+Invariant: the environment is served and asked as in a run, in a worker process with its limits; only the policy is another one.
+Everything is printed completely on any terminal width.
 """
 
 import asyncio
@@ -118,8 +118,8 @@ async def _play(
 
 
 def _asked(ask: pb.Ask, turns: int, prompt: Sequence[Message]) -> tuple[int, int, list[Message], list[Message], str]:
-    """What an Ask asks for, after so many turns: the number of an agent's request (0: there is no agent), the turn that it follows, the new
-    messages, the tools that are declared, and why it is refused.
+    """What an Ask asks for, after so many turns: the number of an agent's request (0: there is no agent), the turn that it
+    follows, the new messages, the tools that are declared, and why it is refused.
     """
     if not ask.HasField("agent"):
         new: list[Message] = [{"role": message.role, "content": message.content} for message in ask.messages]
@@ -141,7 +141,7 @@ async def typed(messages: Sequence[Message], tools: Sequence[Message]) -> str | 
 
 @asynccontextmanager
 async def asked(url: str, model: str | None, parser: str, max_tokens: int) -> AsyncIterator[Policy]:
-    """A policy behind an OpenAI-compatible address, such as http://127.0.0.1:8000/v1. Its key is in OPENAI_API_KEY, if it needs one.
+    """A policy behind an OpenAI-compatible address, such as http://127.0.0.1:8000/v1. Its key is in OPENAI_API_KEY, if needed.
 
     Args:
         model: its name there; None: the first one that is served.

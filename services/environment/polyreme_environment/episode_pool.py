@@ -1,7 +1,7 @@
 """The episodes of an environment's class, in worker processes.
 
-Invariant: the calls of an episode are made one after the other. An episode ends with one call of `close`, unless its process is lost or
-another call of it does not end.
+Invariant: the calls of an episode are made one after the other. An episode ends with one call of `close`, unless its process is
+lost or another call of it does not end.
 """
 
 import asyncio

@@ -33,8 +33,8 @@ from polyreme_environment.pool import (
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 _CLOSE_SECONDS = 2.0
-"""Seconds in which a caller may end its call after the last message. A caller whose write fails since the call has ended sees gRPC's INTERNAL in
-place of the status, and no message that it has not read; so a call that is refused has sent its start."""
+"""Seconds in which a caller may end its call after the last message. A caller whose write fails since the call has ended sees
+gRPC's INTERNAL in place of the status, and no message that it has not read; so a call that is refused has sent its start."""
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -82,8 +82,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             self._streams.discard(stream)
 
     async def responses(self, requests: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[tuple[pb.RunResponse, bool], None]:
-        """Plays an episode. Yields its messages, each with whether the call is over then: that of an agent, of whose turns the caller still tells,
-        is not. Raises CallError."""
+        """Plays an episode. Yields its messages, each with whether the call is over then: that of an agent, of whose turns the
+        caller still tells, is not. Raises CallError."""
         if (first := await anext(requests, None)) is None:
             return
         if (pool := self._pools.get(first.start.environment)) is None:

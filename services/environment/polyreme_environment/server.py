@@ -1,7 +1,7 @@
 """The environment service as one process.
 
-Invariant: the service is ready exactly while it can play and does not drain. To drain, it first leaves the registry, then refuses new episodes,
-lets the others end for a while, and finally ends its processes.
+Invariant: the service is ready exactly while it can play and does not drain. To drain, it first leaves the registry, then refuses
+new episodes, lets the others end for a while, and finally ends its processes.
 """
 
 import asyncio

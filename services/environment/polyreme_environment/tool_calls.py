@@ -1,7 +1,7 @@
 """The tool calls in an answer, as the policy's chat template teaches it to write them.
 
-Invariant: this is the only place that knows how a model writes a call. What looks like a call and is none is malformed, with the reason, and
-never left out. A thought has no calls. Pure.
+Invariant: this is the only place that knows how a model writes a call. What looks like a call and is none is malformed, with the
+reason, and never left out. A thought has no calls. Pure.
 """
 
 import json
@@ -47,7 +47,7 @@ def find_calls(answer: str, parser: str, *, in_thought: bool = False) -> Calls:
 
 
 def _hermes(said: str) -> Calls:
-    """<tool_call> {"name": ..., "arguments": {...}} </tool_call>, as Qwen and Hermes write it. The end of the last one may be absent."""
+    """<tool_call> {"name": ..., "arguments": {...}} </tool_call>, as Qwen and Hermes write it. The last one may lack its end."""
     return [_read(closed or open_, "arguments") for closed, open_ in _HERMES.findall(said)]
 
 

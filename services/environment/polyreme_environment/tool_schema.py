@@ -8,8 +8,8 @@
             b: the second one.
         \"\"\"
 
-Invariant: the schema is the one that `transformers.utils.get_json_schema` makes of the same method, where that function accepts it, without
-`return`. A tool that cannot be described completely is refused. Pure.
+Invariant: the schema is the one that `transformers.utils.get_json_schema` makes of the same method, where that function accepts
+it, without `return`. A tool that cannot be described completely is refused. Pure.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """The tools of an environment in a worker: declares them, and answers the calls of the policy.
 
-Invariant: every call is answered, in order. A call that is malformed, names no tool, does not fit its arguments, or whose tool raises, is
-answered with the reason: the policy sees it, and the episode goes on.
+Invariant: every call is answered, in order. A call that is malformed, names no tool, does not fit its arguments, or whose tool
+raises, is answered with the reason: the policy sees it, and the episode goes on.
 """
 
 import inspect
@@ -34,7 +34,7 @@ class Toolbox:
         self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
 
     def only(self, names: object) -> "Toolbox":
-        """The same with these of its tools, in its own order. Raises ContractError for another name, or for what is no list of names."""
+        """The same with these of its tools, in its order. Raises ContractError for another name, or what is no list of names."""
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ContractError(f"expected a list of names of tools as the row's {ALLOWED_TOOLS}; found {names!r:.100}")
         if others := [name for name in names if name not in self._names]:

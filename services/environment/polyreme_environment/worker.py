@@ -1,7 +1,7 @@
 """The main function of a worker: loads the class, then plays many episodes call by call.
 
-Invariant: methods that are coroutines run as tasks of the event loop in the main thread. The other methods of an episode run in a thread that
-is its own, since what they keep, such as a connection, may belong to its thread; or without `threads`, one after the other in the main thread.
+Invariant: coroutine methods run as tasks of the event loop in the main thread. An episode's other methods run in its own thread,
+since what they keep, such as a connection, may belong to its thread; or without `threads`, in turn in the main thread.
 """
 
 import hashlib
@@ -29,11 +29,10 @@ _SHARE = 0.8
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars`, `tool_parser`, `threads`
-    and `seconds` (of a call).
-    Then each call has `episode`, `method` and `arguments`: `reset` (row, seed), `step` (text, text with special tokens, whether they begin
-    within a thought) or `close`. Its reply has either the fields of `Moved`, or `error`, or `lost`. The calls of an episode come one after
-    the other.
+    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars`, `tool_parser`,
+    `threads` and `seconds` (of a call). Then each call has `episode`, `method` and `arguments`: `reset` (row, seed), `step`
+    (text, text with special tokens, whether they begin within a thought) or `close`. Its reply has either the fields of `Moved`,
+    or `error`, or `lost`. The calls of an episode come one after the other.
     """
     return serve_calls(channel, "an environment", _load)
 
@@ -136,7 +135,7 @@ def _gained(episode: _Played) -> float:
 def _reset_arguments(
     reset: Callable[..., object], row: dict[str, object], seed: int
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The row and the seed as `reset` takes them: `reset(row)`, `reset(row, seed)`, or the columns by name, `reset(**row)` as TRL has it."""
+    """Row and seed as `reset` takes them: `reset(row)`, `reset(row, seed)`, or the columns by name, `reset(**row)` as in TRL."""
     parameters = inspect.signature(reset).parameters
     seeded: dict[str, object] = {"seed": seed} if "seed" in parameters else {}
     kinds = {name: each.kind for name, each in parameters.items()}

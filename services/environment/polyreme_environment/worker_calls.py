@@ -1,7 +1,7 @@
 """Worker processes that make the calls of many episodes at once, and are replaced when they end.
 
-Invariant: every call has an outcome by its deadline, whatever user code does. A call that does not end is cancelled. Where that has no effect,
-its process takes no further episodes and ends with the last one; a process that is blocked as a whole is killed, and its other calls are lost.
+Invariant: every call has an outcome by its deadline, whatever user code does. An endless call is cancelled. Where that fails, its
+process takes no more episodes and ends with the last one; a wholly blocked process is killed, and its other calls are lost.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class WorkerCalls:
             raise PlayError(error) from None
 
     async def read(self) -> None:
-        """Gives each reply to its call, until the process ends or breaks the protocol: user code in it could have written what comes."""
+        """Gives each reply to its call, until the process ends or breaks the protocol: user code in it could write what comes."""
         try:
             while True:
                 reply = await self._worker.receive()
@@ -124,7 +124,7 @@ class WorkerCalls:
             self.end("its last episode has ended", self.reason)
 
     def end(self, why: str, reason: str, at_fault: int | None = None) -> None:
-        """Ends the process. The call `at_fault` has failed; None: the only one. The other calls are lost; all, with `_NO_CALL`."""
+        """Ends the process. The call `at_fault` has failed; None: the only one. The other calls are lost; all with `_NO_CALL`."""
         if self._ended:
             return
         self._ended = f"{why}, because of this episode, of another one or from outside"
@@ -227,8 +227,8 @@ class EpisodeWorkers:
             self._workers.close()
 
     def take(self) -> WorkerCalls:
-        """The process with the fewest episodes, for one more, which `leave`s it. Raises FullError while the only ones are replaced, and
-        EpisodeLostError when they cannot be."""
+        """The process with the fewest episodes, for one more, which `leave`s it. Raises FullError while the only ones are
+        replaced, and EpisodeLostError when they cannot be."""
         if not (usable := self.usable):
             if (why := self._processes.last_error) is None:
                 raise FullError("the worker processes are being replaced")
@@ -238,7 +238,7 @@ class EpisodeWorkers:
         return worker
 
     async def _keep(self, place: int) -> None:
-        """Keeps a process at its place. One that takes no further episodes may remain beside its successor, but not a second one."""
+        """Keeps a process at its place. One that takes no more episodes may remain beside its successor, but not a second one."""
         former: WorkerCalls | None = None
         while True:
             current = self._places[place]

@@ -1,6 +1,6 @@
 """Loads the configured rewards.
 
-Invariant: only built-in rules with linear time run in this process. Every other reward runs in a worker process or on another server.
+Invariant: only built-in rules with linear time run in this process. Every other reward runs in a worker or on another server.
 """
 
 import logging

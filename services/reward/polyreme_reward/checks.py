@@ -1,6 +1,6 @@
 """The reward service's check before a run starts: sources, options, and the columns that rewards need.
 
-Invariant: the check reads a user's reward but never runs it, and its work is bounded: it reads only the first rows of a long file.
+Invariant: the check reads but never runs a user's reward, and its work is bounded: it reads only the first rows of a long file.
 """
 
 import ast
@@ -150,8 +150,8 @@ def _check_rows(
             yield DataError(
                 f"a column {columns} in {name_of(sources)}, for the reward {name}",
                 f"{found}; the columns are {', '.join(first)}",
-                "Add the column, set data.label_key to the column with the reference answers, or choose another reward. A function that"
-                " can do without has a default: `label=None`.",
+                "Add the column, set data.label_key to the column with the reference answers, or choose another reward. A"
+                " function that can do without has a default: `label=None`.",
             )
         else:
             yield f"the reward {name} reads the column {columns}: {found} in {name_of(sources)}"
@@ -187,7 +187,7 @@ def _has(fields: Mapping[str, object], need: Need, data: DataConfig) -> bool:
 
 
 def stand_in(code: str, where: str, name: str | None) -> Callable[..., object] | None:
-    """A function with the name and parameters of the reward function in a module's source, which is parsed and never run. It must not be called.
+    """A function with the name and parameters of a module's reward function, whose source is only parsed. It must not be called.
 
     Args:
         code: the module's text.

@@ -22,6 +22,9 @@ def sandbox_verdict(reasons: Mapping[Mode, str | None]) -> Verdict:
     failures = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items() if reason is not None)
     working = [mode for mode in _MODES if reasons[mode] is None]
     if not working:
-        advice = "The reward `code` and the tool `python` will not start; others do. Allow user namespaces (docs/deploy.md), or use Linux 5.13 or newer."
+        advice = (
+            "The reward `code` and the tool `python` will not start; others do. Allow user namespaces (docs/deploy.md), or use"
+            " Linux 5.13 or newer."
+        )
         return Verdict("note", "sandbox", failures, advice)
     return Verdict("ok", "sandbox", str(working[0]) + (f" ({failures})" if failures else ""))

@@ -1,8 +1,8 @@
 """The HTTP protocols of PaddleNLP and OpenRLHF.
 
-Invariant: this module only translates, and a failure has no score. These protocols have no status per item, so one failed item fails the
-whole request. PaddleNLP's own server replies to an error with zeros as scores. This one replies `null`, for which PaddleNLP's trainer
-also uses zeros but logs a warning.
+Invariant: this module only translates, and a failure has no score. These protocols have no status per item, so one failed item
+fails the whole request. PaddleNLP's own server replies to an error with zeros as scores. This one replies `null`, for which
+PaddleNLP's trainer also uses zeros but logs a warning.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class PaddleNlpRequest(BaseModel):
 
 
 class OpenRlhfRequest(BaseModel):
-    """The request of OpenRLHF's trainers. `query` holds prompt and response; the other lists, if present, have the same length. A label
-    may be a number."""
+    """The request of OpenRLHF's trainers. `query` holds prompt and response; the other lists, if present, have the same length. A
+    label may be a number."""
 
     query: list[str]
     prompts: list[str] | None = None
@@ -53,7 +53,7 @@ class SpecialTokens:
         return text
 
     def response(self, query: str, prompt: str) -> str | None:
-        """The query without its prompt, or None when it does not start with the prompt. Padding and a BOS token may precede the prompt."""
+        """The query without its prompt, or None if it does not start with the prompt. Padding and a BOS token may precede it."""
         start = 0
         while not query.startswith(prompt, start):
             lead = next((token for token in self._tokens if query.startswith(token, start)), None)
@@ -125,8 +125,8 @@ def _openrlhf_items(body: OpenRlhfRequest, tokens: SpecialTokens) -> list[Item]:
         response = tokens.response(query, prompt)
         if response is None:
             raise ValueError(
-                f"item {position}: expected a query that starts with its prompt; found {query[:80]!r}. Add tokens that precede the "
-                "prompt to reward.special_tokens, and do not truncate prompts"
+                f"item {position}: expected a query that starts with its prompt; found {query[:80]!r}. Add tokens that precede "
+                "the prompt to reward.special_tokens, and do not truncate prompts"
             )
         items.append(_item(tokens, prompt, response, label_text(label)))
     return items

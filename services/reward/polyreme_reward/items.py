@@ -23,7 +23,7 @@ class Item(NamedTuple):
         templated_prompt: the prompt as the model saw it, including chat template and special tokens, or '' when it is unknown.
         token_ids: ids of the response's tokens, including the stop token; empty when only texts are known.
         token_texts: the text of each token; concatenated, they are `response_raw`.
-        messages_json: the conversation of an episode, whose last answer is the response: a JSON list; or '' for a single response.
+        messages_json: an episode's conversation, whose last answer is the response: a JSON list; or '' for a single response.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """The conversation; of a single response, the prompt and it. Raises RewardError when `messages_json` is not a JSON list."""
+        """The conversation; of a single response, the prompt and it. Raises RewardError when `messages_json` is no JSON list."""
         if not self.messages_json:
             return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.response}]
         try:
@@ -134,8 +134,8 @@ def outcome_of(answer: object, tokens: int = 0) -> Outcome:
     """The outcome for a reward's return value.
 
     Args:
-        answer: a number; a list with one number per token, whose sum is the value; or a mapping with `score`, which is either of these, and
-            further numbers. A mapping may also have `token_rewards`, alone or together with a number as `score`.
+        answer: a number; a list with one number per token, whose sum is the value; or a mapping with `score`, which is either of
+            these, and further numbers. A mapping may also have `token_rewards`, alone or together with a number as `score`.
         tokens: number of tokens of the item. 0: the item has no tokens, so a list is invalid.
     """
     extras: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """`polyreme reward test` scores the responses of a file and prints what each reward returns.
 
-Invariant: a reward gets the same texts and columns here as in a run, except the templated prompt, which is empty unless the file has it.
-Names, numbers and messages are printed completely on any terminal width.
+Invariant: a reward gets the same texts and columns here as in a run, except the templated prompt, which is empty unless the file
+has it. Names, numbers and messages are printed completely on any terminal width.
 """
 
 import json

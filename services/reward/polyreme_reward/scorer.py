@@ -1,7 +1,7 @@
 """Computes the scores of items, for every protocol.
 
-Invariant: a score exists only when every reward has returned a finite value. The items of one key are not scored concurrently. At most
-`limit` items are accepted and not yet answered.
+Invariant: a score exists only when every reward has returned a finite value. The items of one key are not scored concurrently. At
+most `limit` items are accepted and not yet answered.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ BATCH_LIMIT = 4096
 class Part(NamedTuple):
     """The contribution of one reward to a score: its raw and its weighted value.
 
-    An additional number that a reward reports is a sub-part REWARD/NAME with the same weight. The score is the sum of `weighted` over the
-    parts that are not sub-parts.
+    An additional number that a reward reports is a sub-part REWARD/NAME with the same weight. The score is the sum of `weighted`
+    over the parts that are not sub-parts.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Part(NamedTuple):
 class Scored(NamedTuple):
     """The answer for one item. `score` is valid only with Status.OK. `parts` has the rewards that succeeded.
 
-    `token_rewards` is the weighted sum over the rewards with one number per token, or empty. It is a part of the score; the rest of the
-    score belongs to the last token.
+    `token_rewards` is the weighted sum over the rewards with one number per token, or empty. It is a part of the score; the rest
+    of the score belongs to the last token.
     """
 
     status: Status

@@ -1,7 +1,7 @@
 """The reward service as one process.
 
-Invariant: the service is ready exactly while its rewards can score and it does not drain. To drain, it first leaves the registry, then
-refuses new items, and finally ends its processes.
+Invariant: the service is ready exactly while its rewards can score and it does not drain. To drain, it first leaves the registry,
+then refuses new items, and finally ends its processes.
 """
 
 import asyncio

@@ -20,7 +20,8 @@ def rollout(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Serve the weights of this Hugging Face directory or name over HTTP only, without a run. Its policy version is 0."
+            help="Serve the weights of this Hugging Face directory or name over HTTP only, without a run. Its policy version is"
+            " 0."
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; default: the newest run.")] = None,

@@ -1,9 +1,9 @@
-"""The life of a replica process: it reads the run record and model files, starts the engine and the servers, and stops them in reverse
-order.
+"""The life of a replica process: it reads the run record and model files, starts the engine and the servers, and stops them in
+reverse order.
 
-Invariant: the engine starts before any thread or event loop, because it may fork; modules that start threads are imported after it.
-However the process ends, its engine's processes and its files end with it. A live replica, or a process it forked, holds the lock of its
-temporary directory. A directory without a lock belongs to a killed replica, and the next replica of the same user on this host removes it.
+Invariant: the engine starts before any thread or event loop, since it may fork; modules that start threads are imported later.
+However the process ends, its engine's processes and files end with it. A live replica, or a process it forked, holds its
+temporary directory's lock. A directory without a lock is a killed replica's; this user's next replica on this host removes it.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec,
 def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_timeout: float = FIND_RUN_TIMEOUT) -> None:
     """Runs a replica until SIGTERM or SIGINT.
 
-    After the turn of an engine that ends while the learner trains, the same command replaces this process. It waits for the next turn before
-    it imports an engine, so it needs little memory until then.
+    After the turn of an engine that ends while the learner trains, the same command replaces this process. It waits for the next
+    turn before it imports an engine, so it needs little memory until then.
 
     Raises:
         StoreError, UnavailableError, ConfigError: see their messages.

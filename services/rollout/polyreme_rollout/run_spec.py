@@ -22,7 +22,7 @@ class RunSpec:
 
     Attributes:
         model_files: config and tokenizer files by name.
-        follows_newest: the replica serves whichever run is the newest. It exits when a newer run starts, and its owner restarts it.
+        follows_newest: the replica serves whichever run is newest. It exits when a newer run starts, and its owner restarts it.
     """
 
     run_id: str

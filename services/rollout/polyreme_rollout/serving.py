@@ -1,7 +1,7 @@
 """A replica's servers and its lease, around a running engine.
 
-Invariant: the lease exists only while calls are answered. At the end the lease is removed first, then new calls are refused, running
-sequences get time to finish, and then the servers end.
+Invariant: the lease exists only while calls are answered. At the end the lease is removed first, then new calls are refused,
+running sequences get time to finish, and then the servers end.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ async def serve(
         registers its lease, and its running engine must not use a device until then.
 
     Raises:
-        StoreError, ConfigError: see their messages. StaleGrantError: `held` has ended. PolyremeError: the engine has died; a restart of
-            this process helps in both cases.
+        StoreError, ConfigError: see their messages. StaleGrantError: `held` has ended. PolyremeError: the engine has died; a
+            restart of this process helps in both cases.
     """
     redis = await connect(redis_url)
     metrics = ReplicaMetrics()

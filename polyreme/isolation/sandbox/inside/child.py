@@ -1,17 +1,17 @@
 """The first code inside the sandbox. It gets `job`, and in `sys.argv` three file descriptors: job, result, channel (-1: none).
 
-`job` is a dictionary with `kind`, `program`, `limits` (bytes or seconds by resource), `paths` (directories of packages), `folder` (the
-directory of this file), and further keys by kind:
+`job` is a dictionary with `kind`, `program`, `limits` (bytes or seconds by resource), `paths` (directories of packages), `folder`
+(the directory of this file), and further keys by kind:
 
 - script: the program runs as a script.
-- call: the function `name` is called with `arguments` (JSON), and its value is written to RESULT as JSON. The names that LeetCode's
-  editor imports are available.
+- call: the function `name` is called with `arguments` (JSON), and its value is written to RESULT as JSON. The names that
+  LeetCode's editor imports are available.
 - serve: the program's process answers requests of `evaluator` on CHANNEL.
 - check: `test` is executed against the program behind CHANNEL, and the verdict is written to RESULT.
 - interpret: code that comes on CHANNEL is executed call by call (`interpreter`). There is no `program`.
 
-Invariant: the first byte on RESULT is a line feed. It is written after the limits are set and before any code of the program runs. All
-later bytes are untrusted. Imports are few and late, since they dominate the start time. For the same reason this file arrives compiled.
+Invariant: the first byte on RESULT is a line feed. It is written after the limits are set and before the program's code runs. All
+later bytes are untrusted. Imports are few and late, since they dominate the start time. So this file also arrives compiled.
 """
 
 import posix  # `os` without its imports
@@ -124,7 +124,7 @@ def _call(job: dict[str, str], result_fd: int) -> None:
     function = namespace.get(job["name"])
     if function is None and "Solution" in namespace:
         function = getattr(namespace["Solution"](), job["name"])  # type: ignore[operator]
-    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # an unknown function is a TypeError, which fails the test
+    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # unknown: a TypeError, which fails the test
     data = json.dumps(value).encode()
     while data:
         data = data[posix.write(result_fd, data) :]

@@ -1,9 +1,9 @@
 """The trusted side of an assertion: runs the test in a process that the program cannot access.
 
-Invariant: every comparison of the test happens here, on values of exact built-in types. The program only decides what its own functions
-and objects return. An object that is not a plain value is a `Remote`: it can be called, indexed and iterated, but comparing it fails the
-test, whatever its `__eq__` returns. A name is looked up in the test, Python's builtins and the TRUSTED modules before the program, so a
-program cannot replace `abs` or `all`.
+Invariant: every comparison of the test happens here, on values of exact built-in types. The program only decides what its own
+functions and objects return. An object that is not a plain value is a `Remote`: it can be called, indexed and iterated, but
+comparing it fails the test, whatever its `__eq__` returns. A name is looked up in the test, Python's builtins and the TRUSTED
+modules before the program, so a program cannot replace `abs` or `all`.
 """
 
 import builtins
@@ -14,8 +14,8 @@ from typing import Any
 from polyreme.isolation.sandbox.inside import values
 
 TRUSTED = (
-    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
-    "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
+    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
+    "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
 )  # fmt: skip
 _SHORT = {"np": "numpy"}
 
@@ -49,7 +49,7 @@ class _Program:
         return message
 
     def get(self, name: str) -> Any:
-        """The program's value of a name. A standard library object that it imported under its own name is taken from the library here."""
+        """The program's value of a name. A standard library object imported under its own name is taken from the library here."""
         reply = self._ask({"get": name})
         if "library" in reply:
             module, attribute = reply["library"]
@@ -159,9 +159,9 @@ class Remote:
 
 
 for _name, _operation in {
-    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains", "next": "next",
-    "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index", "abs": "abs",
-    "neg": "neg", "enter": "enter",
+    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains",
+    "next": "next", "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index",
+    "abs": "abs", "neg": "neg", "enter": "enter",
 }.items():  # fmt: skip
     setattr(Remote, f"__{_name}__", _forward(_operation))
 for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):

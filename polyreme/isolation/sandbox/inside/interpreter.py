@@ -1,7 +1,7 @@
 """Executes code call by call in one namespace, and shows of each call what a person at Python's prompt would see.
 
-Invariant: nothing here is trusted, since the code shares this process. All that a call shows is written to standard output's pipe; the
-channel only says that a call is over, in one line: why the code failed, or nothing.
+Invariant: nothing here is trusted, since the code shares this process. All that a call shows is written to standard output's
+pipe; the channel only says that a call is over, in one line: why the code failed, or nothing.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """The program's side of an assertion: runs the program, then performs the evaluator's requests on its functions and objects.
 
-Invariant: nothing here decides a verdict, since the program shares this process and can forge everything in it. Expected values never
-arrive here unless the test itself passes them to the program.
+Invariant: nothing here decides a verdict, since the program shares this process and can forge everything in it. Expected values
+never arrive here unless the test itself passes them to the program.
 """
 
 import operator
@@ -42,8 +42,8 @@ OPERATIONS: dict[str, Callable[..., object]] = {
 def serve(fd: int, execute: Callable[[], Mapping[str, object]]) -> None:
     """Runs the program, then answers requests until the channel closes.
 
-    First sends {"names": globals}. Requests are {"get": name} and {"do": operation, "args": values}. Replies are {"value": value, "args":
-    arguments after the call}, {"library": [module, name or null]} for an object of Python's library, and {"raised": [type, message]}.
+    First sends {"names": globals}. Requests are {"get": name} and {"do": operation, "args": values}. Replies are {"value": value,
+    "args": arguments after the call}, {"library": [module, name or null]} for a library object, and {"raised": [type, message]}.
     """
     objects: list[object] = []
     numbers: dict[int, int] = {}
@@ -79,7 +79,7 @@ def serve(fd: int, execute: Callable[[], Mapping[str, object]]) -> None:
 
 
 def _library(value: object) -> list[str | None] | None:
-    """The module, or module and name, from which a value of the program's globals was imported. None for the program's own values."""
+    """The module, or module and name, from which a value of the program's globals was imported. None for its own values."""
     if type(value) is type(operator):
         return [value.__name__, None]
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)

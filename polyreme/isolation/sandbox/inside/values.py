@@ -1,7 +1,7 @@
 """Values and messages between a test and an untrusted program.
 
-Invariant: `decode` returns exact built-in types for any input. Every other object is a numbered reference without equality. A message is
-a frame: a length of four bytes, then JSON.
+Invariant: `decode` returns exact built-in types for any input. Every other object is a numbered reference without equality. A
+message is a frame: a length of four bytes, then JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ class Unplain(Exception):
 
 
 def encode(value: Any, reference: Callable[[Any], int]) -> Any:
-    """Encodes a value in JSON types. `reference(value)` returns the number of an object that is not a plain value, or raises Unplain."""
+    """Encodes a value in JSON types. `reference(value)` returns the number of an object that is not plain, or raises Unplain."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -43,7 +43,7 @@ def encode(value: Any, reference: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
-    """Decodes the result of `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError, KeyError."""
+    """Reverses `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError, KeyError."""
     if data is None or data is True or data is False or type(data) is str:
         return data
     if type(data) is not dict or len(data) != 1:

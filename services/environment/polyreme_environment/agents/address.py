@@ -4,9 +4,9 @@
     POST /s/ID/v1/reward     {"reward": 1.0}: adds to the reward of the last turn
     GET  /s/ID/v1/models
 
-Also without /s/ID, since the key alone names a session; under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key, where
-replies to chat completions and responses have its fields of tokens; and under /by-model/v1 with the key as the request's `model`, for a client
-with the same address and headers in all episodes.
+Also without /s/ID, since the key alone names a session; under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key,
+where replies to chat completions and responses have its fields of tokens; and under /by-model/v1 with the key as the request's
+`model`, for a client with the same address and headers in all episodes.
 
 Invariant: a request without an open session's key learns nothing but that.
 """

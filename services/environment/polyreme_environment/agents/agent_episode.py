@@ -1,8 +1,8 @@
 """One run of an agent in a session.
 
-Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound, and the turns
-that are still sampled then, the agent has `step_timeout` seconds to give its reward. While turns are sampled, the caller keeps the episode's
-time; else this module does.
+Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound,
+and the turns that are still sampled then, the agent has `step_timeout` seconds to give its reward. While turns are sampled, the
+caller keeps the episode's time; else this module does.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn, 
 from polyreme_environment.pool import AgentMoved, PlayError
 
 _NO_REWARD = (
-    "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when its requests "
-    "are refused because of a bound (code episode_over)"
+    "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when "
+    "its requests are refused because of a bound (code episode_over)"
 )
 
 

@@ -1,8 +1,8 @@
 """Which of an agent's earlier turns a request continues.
 
-Invariant: a request continues the longest turn whose messages it repeats, and only if nothing behind them is an answer. What clients change in an
-answer that they send back does not matter: its outer blanks, its thoughts, the blanks in the arguments of its calls, which are known by their
-ids. A text continues the longest turn whose text it repeats. Pure.
+Invariant: a request continues the longest turn whose messages it repeats, and only if nothing behind them is an answer. What
+clients change in an answer that they send back does not matter: its outer blanks, its thoughts, the blanks in the arguments of
+its calls, which are known by their ids. A text continues the longest turn whose text it repeats. Pure.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from polyreme.dataset.chat import Message
 
 @dataclass(frozen=True)
 class _Kept:
-    """A turn: the one that it follows, the messages behind that, how many at their beginning are no part of the conversation, and the answer."""
+    """A turn: the one before, the messages behind that, how many first ones are no part of the conversation, and the answer."""
 
     after: int
     messages: list[Message]
@@ -76,8 +76,8 @@ class AgentConversation:
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[bytes]:
-    """By which a conversation is known up to each of its messages. Other tools make another conversation, since the template shows them at its
-    beginning."""
+    """By which a conversation is known up to each of its messages. Other tools make another conversation, since the template
+    shows them at its beginning."""
     return list(accumulate(messages, _digest, initial=json.dumps(tools, sort_keys=True).encode()))[1:]
 
 

@@ -1,7 +1,7 @@
 """What every API of a session address asks for: the policy's next turn.
 
-Invariant: a request that is accepted asks for what the run samples in any case: one answer from the policy's whole distribution. Everything
-that would change the distribution is refused, and so is every key that is not known. Pure.
+Invariant: a request that is accepted asks for what the run samples in any case: one answer from the policy's whole distribution.
+Everything that would change the distribution is refused, and so is every key that is not known. Pure.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ IGNORED = frozenset(
         "stream_options",
     ]
 )
-"""Keys of several APIs without an effect here. The run's seeds determine the tokens, and its newest policy answers, whatever `model` says."""
+"""Keys of several APIs, unused here. The run's seeds decide the tokens, and its newest policy answers, whatever `model` says."""
 TOKEN_FIELDS = "_token_fields"
 """Key that the address adds to a request whose reply has NeMo Gym's fields of tokens."""
 _DO = "The run samples from the policy's whole distribution, which is what it trains. Remove it."
@@ -81,7 +81,7 @@ class TurnRequest:
         stop_ids: tokens that end the answer, in addition to the run's.
         wants_tokens: whether the reply has tokens or their log-probabilities.
         streams: whether the reply comes as the turn is sampled.
-        instructions: the number of messages at the beginning that do not belong to the conversation, should a later request name the answer.
+        instructions: the number of first messages that are no part of the conversation, should a later request name the answer.
     """
 
     digest: bytes
@@ -105,7 +105,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of an API's requests: those that it reads, those that must have one of the values given, and those without an effect."""
+    """Keys of an API's requests: those that it reads, those that must have one of the values given, and those without effect."""
 
     read: frozenset[str]
     neutral: Mapping[str, tuple[object, ...]]

@@ -28,7 +28,7 @@ class Runner(Protocol):
     """Runs an agent.
 
     Attributes:
-        ends_at_bounds: whether an episode that has reached a bound ends with its rewards so far, since the agent can give none after that.
+        ends_at_bounds: whether an episode that reached a bound ends with its rewards so far, since the agent can give none then.
     """
 
     @property
@@ -59,8 +59,8 @@ class Runner(Protocol):
 async def posted(url: str, body: object, limit: int) -> tuple[httpx.Response, bytes]:
     """The reply to a POST and its body, however long it takes: the episode has a deadline.
 
-    Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each request, and would
-    keep their cookies.
+    Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each
+    request, and would keep their cookies.
 
     Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes or one that cannot be decoded.
     """

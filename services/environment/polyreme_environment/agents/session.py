@@ -1,7 +1,7 @@
 """A session: an agent's way to the policy in one episode.
 
-Invariant: a repeated request gets the answer of the first one,
-which may still be sampled. A request whose streams have all been closed is withdrawn. What an agent can make a session keep is bounded.
+Invariant: a repeated request gets the answer of the first one, which may still be sampled. A request whose streams have all been
+closed is withdrawn. What an agent can make a session keep is bounded.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ WAITING = 64
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Of a session: characters that a request may add, turns that are sampled at the same time, and how calls are written: see `find_calls`."""
+    """Of a session: characters that a request may add, turns sampled at once, and how calls are written: see `find_calls`."""
 
     chars: int
     at_once: int
@@ -39,8 +39,8 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and its number, the turn that it follows (0: none) with the messages or the text behind that, and the calls of that turn that
-    they answer."""
+    """A request and its number, the turn that it follows (0: none) with the messages or the text behind that, and the calls of
+    that turn that they answer."""
 
     number: int
     request: TurnRequest
@@ -135,7 +135,7 @@ class AgentSession:
         return await self.answer(read(self.history))
 
     async def answer(self, request: TurnRequest) -> AgentTurn:
-        """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
+        """The turn that answers a request. A cancelled caller leaves the request to its end. Raises RefusedRequestError."""
         pending = self._pending(request)
         pending.is_kept = True
         return await asyncio.shield(pending.answer)
@@ -190,8 +190,8 @@ class AgentSession:
         return rewards
 
     def take(self) -> Asked | Withdrawn | None:
-        """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled; None: neither. It is sampled until
-        `sampled` or `refused`."""
+        """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled; None: neither. It is
+        sampled until `sampled` or `refused`."""
         while not self._withdrawn:
             if not self._waiting or len(self._sampling) >= self._limits.at_once:
                 return None

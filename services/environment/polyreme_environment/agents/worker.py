@@ -1,6 +1,6 @@
 """The main function of a worker that runs an agent's function, many times at once: loads the function, then runs it.
 
-Invariant: a function runs in a thread of its own; a coroutine function is a task of the event loop, and ends when it is cancelled.
+Invariant: a function runs in a thread of its own; a coroutine function is a task of the event loop, and ends when cancelled.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from polyreme_environment.call_server import Answer, Call, CallThread, Setup, se
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `path`, `code`, `function`, `options` and `memory_mib`. Then each call has `run` ([task, base_url, api_key]). The reply
-    has either `reward` and `metrics`, or `error`.
+    The first message has `path`, `code`, `function`, `options` and `memory_mib`. Then each call has `run` ([task, base_url,
+    api_key]). The reply has either `reward` and `metrics`, or `error`.
     """
     return serve_calls(channel, "an agent", _load)
 

@@ -13,7 +13,7 @@ from polyreme_environment.foreign_classes.verl_tools import is_tool, tools_class
 def environment_class(
     members: Mapping[str, object], name: str | None, options: dict[str, object], where: str
 ) -> tuple[type[Any], dict[str, object]]:
-    """The class among a module's `members` that `name` and the signatures say, in our contract, and the arguments that make an episode.
+    """The class among a module's `members` that `name` and the signatures say, in our contract, and the arguments of an episode.
 
     Raises:
         ConfigError: there is none, or more than one.

@@ -1,7 +1,7 @@
 """OpenRLHF's agent instance as an environment of our contract.
 
-It has `reset({observation, label})` -> {observation} and `step({observation_text, action_text, label, sampling_params})` -> {rewards, scores,
-environment_feedback, done, sampling_params, extra_logs}, both coroutines. Texts have no markup of a chat template here: the service renders.
+It has `reset({observation, label})` -> {observation} and `step({observation_text, action_text, label, sampling_params})` ->
+{rewards, scores, environment_feedback, done, sampling_params, extra_logs}, both coroutines. The service adds the chat markup.
 
 Invariant: every key of an answer has a meaning here, or is refused by its name.
 """

@@ -1,6 +1,6 @@
 """Stand-ins for the base classes of OpenRLHF and verl, with which a file for these systems loads where they are not installed.
 
-Invariant: a package that is installed comes first. Of one that is not, MODULES is all there is: an import of anything else raises, and names it.
+Invariant: an installed package comes first. Of others, MODULES is all there is: an import of anything else raises, and names it.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """verl's tool classes as an environment of our contract.
 
-A class has `__init__(config, tool_schema)`, `get_openai_tool_schema()`, and the coroutines `create(instance_id, ...)`, `execute(instance_id,
-parameters)` -> (response, reward, metrics), `calc_reward(instance_id)` and `release(instance_id)`. A worker has one object of each; an episode
-has an instance of each object. The column `extra_info` may have `tools_kwargs`: by tool, `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and
-`release_kwargs`.
+A class has `__init__(config, tool_schema)`, `get_openai_tool_schema()`, and the coroutines `create(instance_id, ...)`,
+`execute(instance_id, parameters)` -> (response, reward, metrics), `calc_reward(instance_id)` and `release(instance_id)`. A worker
+has one object of each; an episode has an instance of each object. The column `extra_info` may have `tools_kwargs`: by tool,
+`create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
 
 Invariant: an instance that was created is released once.
 """

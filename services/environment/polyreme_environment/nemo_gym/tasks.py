@@ -18,7 +18,7 @@ _TYPES = ("train", "example")
 
 
 def read_rows(config: EnvironmentConfig, count: int) -> list[dict[str, object]]:
-    """The first rows, at most `count`, of the agent's data set for training, or if it has none of its example. Raises ConfigError."""
+    """At most `count` first rows of the agent's data set for training, or if it has none of its example. Raises ConfigError."""
     assert config.venv is not None and config.nemo_gym is not None
     site = site_packages(config.venv)
     sets = _data_sets(read_file(site, config.nemo_gym))

@@ -1,7 +1,7 @@
 """The sessions of a running product on a server, and their turns, which the trainer's streams sample.
 
-Invariant: a server keeps nothing of a session, so any server of the run answers for any session. A turn whose stream is lost waits for another
-stream, or its client is told so. Turns in progress, and requests of a session, are bounded.
+Invariant: a server keeps nothing of a session, so any server of the run answers for any session. A turn whose stream is lost
+waits for another stream, or its client is told so. Turns in progress, and requests of a session, are bounded.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ _REFUSALS = {
     "dropped": (410, "expected a session that may get a reward; found one that is dropped: see its state", "dropped"),
     "other": (409, "expected the reward that this session has; found another one", "conflict"),
     "empty": (400, "expected a turn before its reward; found none", "invalid_request"),
-    "task": (400, "expected the session's `task`, since rewards are compared within a group of one task; found another one, or none", "invalid_request"),
+    "task": (400, "expected the session's `task`, since rewards are compared within a group of one task; found another one,"
+                  " or none", "invalid_request"),
     "conflict": (409, "expected one request of a session at once; another server has answered one meanwhile", "conflict"),
 }  # fmt: skip
 
@@ -51,13 +52,13 @@ class _Wanted:
 
 
 class OnlineTurn:
-    """A stream, which samples one turn. `wanted`: waits for a turn that is asked for, and raises EpisodeLostError when there comes none."""
+    """A stream, which samples one turn. `wanted`: waits for a requested turn, and raises EpisodeLostError when none comes."""
 
     def __init__(self, wanted: Callable[[], Awaitable[_Wanted]], metrics: EnvironmentMetrics) -> None:
         self._wanted, self._metrics = wanted, metrics
 
     async def play(self, row: Mapping[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
-        """Yields the request, and the end after its answer, or a withdrawal when nobody wants it any more. See `AgentEpisode.play`."""
+        """Yields the request, and the end after its answer, or a withdrawal when nobody wants it. See `AgentEpisode.play`."""
         wanted = await self._wanted()
         left = asyncio.create_task(wanted.left.wait())
         reading = asyncio.ensure_future(anext(answers, None))
@@ -187,7 +188,7 @@ class OnlinePool:
             raise RefusedRequestError(*_REFUSALS[found])
 
     async def parts(self, id: str, read: Read, *, streams: bool) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
-        """What is certain of the turn that answers a request of a session, if it `streams`, and at last the turn. Raises RefusedRequestError."""
+        """What is certain of the turn for a session's request, if it `streams`, and then the turn. Raises RefusedRequestError."""
         async with self._one_at_a_time(id):
             kept = None if id.startswith("u") else await self.store.read(id)
             if kept is not None and kept.state == "unknown":

@@ -1,8 +1,8 @@
 """A session of a running product, which is in the log between any two of its requests.
 
-Invariant: a turn is in the log before its reply, or the end of its stream, is sent, so a reply that was lost, even with its server, is repeated by any
-other one. A stream that is closed before leaves no turn. Requests of a session at one server are answered one after the other; the log refuses a
-turn of another server that came meanwhile.
+Invariant: a turn is in the log before its reply, or the end of its stream, is sent, so a reply that was lost, even with its
+server, is repeated by any other one. A stream that is closed before leaves no turn. Requests of a session at one server are
+answered one after the other; the log refuses a turn of another server that came meanwhile.
 """
 
 import asyncio

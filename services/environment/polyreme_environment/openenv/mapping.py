@@ -69,7 +69,7 @@ def action_form(declared: Mapping[str, object] | None, schema: Schema) -> Action
 
 
 def reset_fields(options: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
-    """Fields of `reset`: the options, with each `$NAME` as that column of the row. Raises ContractError for a column that it lacks."""
+    """Fields of `reset`: the options, with each `$NAME` as that column of the row. Raises ContractError for a missing column."""
     if missing := [name for name in _names(options) if name not in row]:
         raise ContractError(f"expected the columns {missing} of environment.options in the row; found {sorted(row)}")
     columns = {f"${name}": value for name, value in row.items()}
@@ -102,7 +102,7 @@ def observed(reply: Mapping[str, object], path: str | None, limit: int) -> Moved
 
 
 def scored(reply: Mapping[str, object]) -> tuple[float, bool, dict[str, float]]:
-    """The reward of a reply to `step` (null is 0), whether it ends the episode, and the numbers among its metadata. Raises ContractError."""
+    """A `step` reply's reward (null is 0), whether it ends the episode, and the numbers in its metadata. Raises ContractError."""
     metadata = reply.get("metadata") or _observation(reply).get("metadata")
     numbers = metadata.items() if isinstance(metadata, Mapping) else ()
     parts = {str(name): finite(value, f"{name} of step") for name, value in numbers if isinstance(value, bool | int | float)}

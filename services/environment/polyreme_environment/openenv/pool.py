@@ -1,7 +1,7 @@
 """The episodes of a server whose environment is behind OpenEnv servers.
 
-Invariant: an episode is one connection, and gets no step after its end. A server that is full is asked again later, for one more connection at a
-time; one that is lost costs its running episodes a try.
+Invariant: an episode is one connection, and gets no step after its end. A server that is full is asked again later, for one more
+connection at a time; one that is lost costs its running episodes a try.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _SEED_BITS = (1 << 31) - 1
 
 @dataclass(eq=False)
 class _Server:
-    """An OpenEnv server: the number of its connections, how many it is known to take (None: unknown), and when it may be asked beyond that."""
+    """An OpenEnv server: the number of its connections, how many it takes (None: unknown), and when it may be asked for more."""
 
     url: str
     playing: int = 0
@@ -151,7 +151,7 @@ class OpenEnvPool:
         return not all(server.is_lost for server in self._servers)
 
     async def start(self) -> None:
-        """Waits for the servers. Raises ConfigError unless their actions are as declared, and UnavailableError after start_timeout."""
+        """Waits for the servers. Raises ConfigError unless actions are as declared, and UnavailableError after start_timeout."""
         schemas = await asyncio.gather(*(self._schema(server.url) for server in self._servers))
         forms = [action_form(self.config.action, schema) for schema in schemas]
         if any(form != forms[0] for form in forms):
@@ -224,7 +224,7 @@ class OpenEnvPool:
             raise PlayError(f"{method}: {error or type(error).__name__}") from None
 
     def _choose(self, now: float) -> _Server | None:
-        """The server with the fewest episodes among those that may be asked, for one more connection than it is known to take at most."""
+        """The server with the fewest episodes among those that may be asked, for one more connection than it is known to take."""
         server = min((each for each in self._servers if each.takes(now)), key=lambda each: each.playing, default=None)
         if server is not None and server.room is not None and server.playing >= server.room:
             server.room, server.rests_until = server.playing + 1, now + _FULL_SECONDS

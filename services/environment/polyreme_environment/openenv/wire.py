@@ -1,7 +1,7 @@
 """One connection to an OpenEnv server (0.10), which is one environment.
 
-Invariant: each request has one reply or an error, within the caller's deadline. The HTTP routes `/reset` and `/step` are never used: they make
-a new environment for each call.
+Invariant: each request has one reply or an error, within the caller's deadline. The HTTP routes `/reset` and `/step` are never
+used: they make a new environment for each call.
 """
 
 import asyncio

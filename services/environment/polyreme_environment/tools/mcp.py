@@ -1,10 +1,10 @@
-"""The tools of an MCP server: the client's side of the Model Context Protocol, over standard input and output, or streamable HTTP.
+"""The tools of an MCP server: the client's side of the Model Context Protocol, over standard input and output or streamable HTTP.
 
 The wire is spoken here, since servers and the packages of a run want different versions of `mcp`. Only tools are used of it.
 
-Invariant: a server that is lost is a LostError and is connected to again at its next use; a tool that fails is a ValueError, which the policy
-sees; a call over HTTP that takes too long is a ContractError. Calls of several threads share the connection and do not wait for each other. Calls
-block; the caller's deadline ends the process.
+Invariant: a server that is lost is a LostError and is connected to again at its next use; a tool that fails is a ValueError,
+which the policy sees; a call over HTTP that takes too long is a ContractError. Calls of several threads share the connection and
+do not wait for each other. Calls block; the caller's deadline ends the process.
 """
 
 import itertools
@@ -154,7 +154,7 @@ def _refusal(response: httpx.Response, message: Message) -> Message:
 
 
 class McpClient:
-    """A connection to a server, which `config` (of McpServer) names. Connects at its first use. `seconds`: of a call over HTTP."""
+    """A connection to a server, which `config` (of McpServer) names. Connects at first use. `seconds`: of a call over HTTP."""
 
     def __init__(self, config: Mapping[str, Any], seconds: float) -> None:
         self._seconds = seconds

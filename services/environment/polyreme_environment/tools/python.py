@@ -1,7 +1,7 @@
 """The tool `python`: an interpreter in a sandbox, which lives as long as its episode.
 
-Invariant: code of the policy runs in no process but its own, and none of it runs between two calls. An interpreter ends with its episode,
-or with its worker.
+Invariant: code of the policy runs in no process but its own, and none of it runs between two calls. An interpreter ends with its
+episode, or with its worker.
 """
 
 import resource
@@ -16,9 +16,9 @@ from polyreme_environment.contract import FailedCallError, LostError
 from polyreme_environment.tool_schema import Schema
 
 _ABOUT = (
-    "Runs Python code in an interpreter that keeps its variables from call to call. Returns what the code prints, the value of a last"
-    " expression, and the traceback of an exception. There is no network, no input, and no file but in the current directory. A call may take"
-    " {seconds:g} seconds and the interpreter {memory_mib} MiB of memory."
+    "Runs Python code in an interpreter that keeps its variables from call to call. Returns what the code prints, the value of a"
+    " last expression, and the traceback of an exception. There is no network, no input, and no file but in the current"
+    " directory. A call may take {seconds:g} seconds and the interpreter {memory_mib} MiB of memory."
 )
 _START_SECONDS = 5.0
 """In which an interpreter starts on a machine that works. A call with less is one of very many in its answer."""

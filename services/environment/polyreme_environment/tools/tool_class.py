@@ -1,4 +1,4 @@
-"""The environment of a run with `environment.tools`: a class whose methods are the tools of all sources, and which gives no rewards.
+"""The environment of a run with `environment.tools`: a class whose methods are the tools of all sources, without rewards.
 
 Invariant: two tools never have the same name.
 """

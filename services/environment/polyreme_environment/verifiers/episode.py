@@ -1,6 +1,6 @@
 """What an env server says of an episode while it runs and at its end.
 
-Invariant: an episode has a reward only if it is ok, complete and scored. That a run was answered (`success`) says nothing of that. Pure.
+Invariant: an episode has a reward only if it is ok, complete and scored. An answered run (`success`) says nothing of that. Pure.
 """
 
 from dataclasses import dataclass, field

@@ -14,7 +14,8 @@ def configured(text):
     config = resolve_env_config(json.loads(text))
     for name, agent in agent_config_fields(config).items():
         if "runtime" not in agent.model_fields_set:
-            sys.exit(f"expected environment.options.{name}.runtime, such as {{type: subprocess}}; found none, which is a cloud sandbox")
+            sys.exit(f"expected environment.options.{name}.runtime, such as {{type: subprocess}}; \
+found none, which is a cloud sandbox")
     return config
 """
 SERVE = (

@@ -1,7 +1,7 @@
 """Runs episodes of an environment of verifiers: its env server is a child process, and the session address is its model.
 
-Invariant: an env server that ends is replaced; its running episodes cost a try. All episodes have the same model client: an env server keeps a
-client with its connections for each address and headers that it is told, and never closes one. So a session's key is the name of the model.
+Invariant: an ended env server is replaced; its running episodes cost a try. All episodes share a model client: an env server
+keeps a client with connections for each address and headers told, and closes none. So a session's key is the model's name.
 """
 
 import hashlib

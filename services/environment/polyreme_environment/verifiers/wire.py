@@ -1,6 +1,6 @@
 """The client of an env server: ZMQ, msgpack.
 
-A request is three frames: id, method, payload. Its answer is any number of `[id, "delta", payload]` and then one `[id, "reply", payload]`.
+A request is frames `[id, method, payload]`. Its answer is 0 or more `[id, "delta", payload]`, then one `[id, "reply", payload]`.
 
 Invariant: every request ends with its reply or an error. A run whose caller leaves is cancelled at the server.
 """

@@ -1,11 +1,11 @@
 """A pool of worker processes.
 
-Invariant: every item gets an outcome by its deadline, whatever a plugin does. A failure is attributed to an item only if no other item
-has used the worker before.
+Invariant: every item gets an outcome by its deadline, whatever a plugin does. A failure is attributed to an item only if no other
+item has used the worker before.
 
 A worker receives items in small batches and answers one by one. A worker that misses an item's deadline is killed: that item is a
-TIMEOUT, and the items after it return to the queue. When a worker dies, the current item is retried once, alone, on a fresh worker, since
-an earlier item or an outside cause may have killed the first one.
+TIMEOUT, and the items after it return to the queue. When a worker dies, the current item is retried once, alone, on a fresh
+worker, since an earlier item or an outside cause may have killed the first one.
 """
 
 import asyncio
@@ -42,7 +42,10 @@ class _Job:
     def shown(self) -> str:
         """What identifies the item in a message."""
         item = Item._make(self.fields)
-        return f"the item has the label {(item.label or '')[:100]!r} and a response of {len(item.response)} characters that ends {item.response[-100:]!r}"
+        return (
+            f"the item has the label {(item.label or '')[:100]!r} and a response of {len(item.response)} characters that ends"
+            f" {item.response[-100:]!r}"
+        )
 
 
 class WorkerPool:
@@ -150,7 +153,7 @@ class WorkerPool:
         return jobs
 
     async def _run(self, worker: Worker, jobs: list[_Job]) -> bool:
-        """Sends the jobs and waits for their answers. Returns False when the worker must be replaced. Unanswered jobs return to the queue."""
+        """Sends jobs and waits for their answers. Returns False if the worker must be replaced. Unanswered jobs are requeued."""
         await worker.send([[job.number, job.index, job.fields] for job in jobs])
         waiting = deque(jobs)
         while waiting:

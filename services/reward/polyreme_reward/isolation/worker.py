@@ -1,7 +1,7 @@
 """The main function of a worker: sets limits, loads the plugins, then scores items.
 
-Invariant: every item gets one reply with its number, in order, unless the process ends. The results, exceptions and output of a plugin
-leave the process only in a bounded, validated reply.
+Invariant: every item gets one reply with its number, in order, unless the process ends. The results, exceptions and output of a
+plugin leave the process only in a bounded, validated reply.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes.
 
     The first message has `memory_mib` and either `rewards` (sources), or `module`: a module of this package with
-    `load(setup, report)` and `run(channel, loaded, setup)`, which replace the loading and scoring of plugins. `report` sends the loaded
-    fraction of the weights.
+    `load(setup, report)` and `run(channel, loaded, setup)`, which replace the loading and scoring of plugins. `report` sends the
+    loaded fraction of the weights.
 
     Returns the exit status.
     """

@@ -1,1 +1,1 @@
-"""Reward models. `reward` runs in the service. `worker`, `classifier` and `device` run in the model's process; only they import torch."""
+"""Reward models. `reward` runs in the service; only `worker`, `classifier` and `device`, in the model's process, import torch."""

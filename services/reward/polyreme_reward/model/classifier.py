@@ -1,6 +1,6 @@
 """A Hugging Face sequence classifier that scores texts.
 
-Invariant: a text's score does not depend on its batch, except for rounding. No text is truncated, and no weight is randomly initialised.
+Invariant: a text's score depends on its batch only by rounding. No text is truncated, and no weight is randomly initialised.
 
 Only a model's process imports this module.
 """
@@ -49,7 +49,7 @@ class Classifier:
         report: called with the loaded fraction of the weights.
 
     Raises:
-        ConfigError: the model cannot be loaded, lacks weights, has several outputs and no `label`, or fails to score a short text.
+        ConfigError: the model does not load, lacks weights, has several outputs and no `label`, or fails to score a short text.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any], report: Loaded = lambda fraction: None) -> None:
@@ -75,7 +75,7 @@ class Classifier:
         self.description = f"{kind}, {parameters / 1e6:.3g}M parameters, {options['dtype']} on {options['device']}"
 
     def encode(self, item: Item) -> list[int]:
-        """Token ids of prompt and response. Raises RewardError when there are none or too many, or the model has no embedding for one."""
+        """Token ids of prompt and response. Raises RewardError when there are none or too many, or one has no embedding."""
         text = self._conversation(item) if self._chat else (item.seen + item.raw).removeprefix(self._tokenizer.bos_token or "")
         if len(text) > self._most_chars:  # avoids the memory of tokenizing it
             raise RewardError(f"expected prompt and response of at most {self._longest} tokens; found {len(text)} characters")
@@ -229,7 +229,7 @@ def _longest(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, asked
 
 
 def _digest(path: str, options: Mapping[str, object]) -> str:
-    """Digest (12 hexadecimal digits) of what decides the scores: the files, and the options except those that only affect speed."""
+    """Digest (12 hexadecimal digits) of what decides scores: the files, and the options except those that only affect speed."""
     decides = sorted((name, value) for name, value in options.items() if name not in ("batch_tokens", "threads"))
     digest = xxhash.xxh3_64(repr(decides).encode())
     for file in sorted(Path(path).iterdir()):

@@ -1,11 +1,11 @@
 """A reward model in its own process.
 
-Invariant: every item gets an outcome, whatever happens to the process. At most _WINDOW items are in the process, and a batch may combine
-items of several callers.
+Invariant: every item gets an outcome, whatever happens to the process. At most _WINDOW items are in the process, and a batch may
+combine items of several callers.
 
-The process reports which items it is scoring. When it misses an item's deadline it is killed, and those items are retried one at a time:
-an item that fails alone is the cause. The same happens when the process dies. A model that can no longer score does not become available
-again, since loading includes a first score.
+The process reports which items it is scoring. When it misses an item's deadline it is killed, and those items are retried one at
+a time: an item that fails alone is the cause. The same happens when the process dies. A model that can no longer score does not
+become available again, since loading includes a first score.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class ModelOptions:
         dtype: data type of weights and computation.
         threads: compute threads on CPU.
         batch_tokens: maximum padded tokens per batch. A longer text is a batch of its own.
-        template: chat: apply the model's chat template to prompt and response. none: use prompt and response as the policy saw them.
+        template: chat: apply the model's chat template to prompt and response. none: use both as the policy saw them.
         prompt_column: for chat, the row's column with the prompt (text or messages). null: the prompt of the request.
         max_length: maximum tokens of prompt and response; a longer item is an ERROR. null: the model's limit.
         label: index of the output that is the score, for a model with several outputs.
@@ -240,7 +240,7 @@ class ModelReward:
         self._wake.set()
 
     def _blame(self, failure: Outcome) -> None:
-        """Handles the items of a failed process. An item that may be the cause is retried alone or gets its outcome. The others are requeued."""
+        """Handles a failed process's items. A possible cause is retried alone or gets its outcome. The others are requeued."""
         inside, self._inside = self._inside, {}
         blamed = [inside.pop(number) for number in self._under_way if number in inside]
         if not blamed and inside:  # the process had not reported any

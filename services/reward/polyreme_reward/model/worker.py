@@ -2,8 +2,8 @@
 
 Invariant: every received text is answered once, unless the process ends; then it has reported which texts it was scoring.
 
-Receives lists of [number, item]. Sends {"begin": numbers that are being scored, "done": [[number, status, value, message], ...]}, and
-{"broken": reason} before it ends because of an error.
+Receives lists of [number, item]. Sends {"begin": numbers that are being scored, "done": [[number, status, value, message], ...]},
+and {"broken": reason} before it ends because of an error.
 """
 
 import select
@@ -73,8 +73,8 @@ def _say(channel: socket.socket, begin: list[int] | None = None, done: list[tupl
 
 
 def next_batch(lengths: Sequence[int], budget: int) -> list[int]:
-    """Chooses the oldest text and the texts of most similar length that fit: their padded size is within the budget, unless it is the oldest
-    alone. Pure.
+    """Chooses the oldest text and the texts of most similar length that fit: their padded size is within the budget, unless it is
+    the oldest alone. Pure.
 
     Args:
         lengths: number of tokens of each waiting text, oldest first. Not empty.

@@ -28,7 +28,7 @@ Source = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A reward in its worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
+    """A reward in a worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
 
     call: Callable[[Item], object]
     unwrap: Callable[[object], object]
@@ -41,8 +41,8 @@ def load(source: Source) -> Loaded:
     """Loads a reward.
 
     Args:
-        source: `options` and one of `builtin` (a name), `path` with `code` (a file and the text that the service read), `module`, and
-            `entry_point`. `function` optionally names the function.
+        source: `options` and one of `builtin` (a name), `path` with `code` (a file and the text that the service read), `module`,
+            and `entry_point`. `function` optionally names the function.
 
     Raises:
         ConfigError: the source has no usable function. Errors that the plugin raises at import are not caught.

@@ -1,20 +1,22 @@
 """The signatures of reward functions, recognised by their parameter names.
 
-Invariant: a function is called with exactly the parameters that it has. A function that fits no signature is refused when it is loaded,
-not at the first item.
+Invariant: a function is called with exactly the parameters that it has. A function that fits no signature is refused when it is
+loaded, not at the first item.
 
 | convention | parameters                                                          | one call is | texts                  |
 |------------|---------------------------------------------------------------------|-------------|------------------------|
-| polyreme   | any of prompt, templated_prompt, response[_raw], messages, label, metadata, token_ids, token_texts, item | an item | as named |
+| polyreme   | any of prompt, templated_prompt, response[_raw], messages, label,   | an item     | as named               |
+|            | metadata, token_ids, token_texts, item                              |             |                        |
 | paddlenlp  | solution_str, ground_truth[, query]                                 | an item     | with special tokens    |
 | verl       | data_source, solution_str, ground_truth[, extra_info]               | an item     | without special tokens |
 | verl-batch | data_sources, solution_strs, ground_truths[, extra_infos]           | a list      | without special tokens |
 | openrlhf   | queries[, prompts][, labels]                                        | a list      | with special tokens    |
-| trl        | completions[, completion_ids][, prompts][, trainer_state, log_*][, dataset columns] | a list | without special tokens |
+| trl        | completions[, completion_ids][, prompts][, trainer_state, log_*]    | a list      | without special tokens |
+|            | [, dataset columns]                                                 |             |                        |
 
-Lists have one element, since items are isolated from each other. The reward's `options` supply further parameters. `prompt` is plain text,
-and `templated_prompt` is the text that the model saw. As in the original systems, PaddleNLP's `query` and OpenRLHF's `queries` and
-`prompts` include the template, and TRL's `prompts` do not.
+Lists have one element, since items are isolated from each other. The reward's `options` supply further parameters. `prompt` is
+plain text, and `templated_prompt` is the text that the model saw. As in the original systems, PaddleNLP's `query` and OpenRLHF's
+`queries` and `prompts` include the template, and TRL's `prompts` do not.
 """
 
 import inspect
@@ -212,8 +214,9 @@ def _unwrap_openrlhf(answer: object) -> object:
 
 def _misfit(function: Callable[..., object], found: str) -> ConfigError:
     return ConfigError(
-        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, messages, label, metadata, token_ids, token_texts, "
-        "item), or with PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
+        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, messages, label, metadata, "
+        "token_ids, token_texts, item), or with PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
         f"{getattr(function, '__name__', function)} with {found}",
-        "Rename the parameters, or set them in `options`. The reference answer is `label`, any other column of the row metadata['COLUMN'].",
+        "Rename the parameters, or set them in `options`. The reference answer is `label`, any other column of the row"
+        " metadata['COLUMN'].",
     )

@@ -1,1 +1,1 @@
-"""Rewards behind HTTP. `protocols` encodes and decodes, `endpoints` chooses the URL, `reward` sends, retries and enforces deadlines."""
+"""Rewards behind HTTP. `protocols` encodes and decodes, `endpoints` chooses URLs, `reward` sends, retries and keeps deadlines."""

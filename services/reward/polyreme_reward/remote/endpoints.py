@@ -58,7 +58,7 @@ class RewardEndpoints:
         return chosen
 
     def give_back(self, endpoint: RewardEndpoint, alive: bool | None) -> None:
-        """Ends a request. `alive` is True when the server answered, False when it did not, None when the item may have caused the failure."""
+        """Ends a request. `alive`: True: the server answered; False: it did not; None: the item may have caused the failure."""
         endpoint.busy -= 1
         if alive:
             endpoint.failures, endpoint.answered_at = 0, self._clock()
@@ -68,8 +68,8 @@ class RewardEndpoints:
     def record_missed_deadline(self, endpoint: RewardEndpoint) -> None:
         """Records that a request missed its deadline.
 
-        The item may be the cause. But if the endpoint has answered no request for a whole deadline, its machine may be unreachable, and
-        the miss counts as a failure when there are other endpoints.
+        The item may be the cause. But if the endpoint has answered no request for a whole deadline, its machine may be
+        unreachable, and the miss counts as a failure when there are other endpoints.
         """
         others = any(other.failures < _FAILURES for other in self._all if other is not endpoint)
         if others and self._clock() - endpoint.answered_at >= self._deadline:

@@ -1,7 +1,7 @@
 """A reward that another server computes.
 
-Invariant: no request outlives the deadline of its items, and at most `concurrency` requests are open. Every failure to get a finite
-number in range becomes a status. Texts and token are sent to the configured origins only.
+Invariant: no request outlives the deadline of its items, and at most `concurrency` requests are open. Every failure to get a
+finite number in range becomes a status. Texts and token are sent to the configured origins only.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ class HttpOptions:
 
     Args:
         concurrency: maximum number of open requests.
-        batch: items per request. Above 1, the item deadline applies to the whole request, and a batch that the server refuses is resent
-            one item at a time.
+        batch: items per request. Above 1, the item deadline applies to the whole request, and a batch that the server refuses is
+            resent one item at a time.
         tries: maximum number of requests for the same items within their deadline.
         min: lowest valid score.
         max: highest valid score.

@@ -22,7 +22,7 @@ _ONE_LINE = 200  # maximum characters of an answer that is read as one number, a
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
     """1 if the response equals the label without leading and trailing white space, else 0.
 
-    Texts that look alike are equal: Unicode's composed and decomposed letters, its kinds of space, line ends, and invisible characters.
+    Texts that look alike are equal: Unicode's composed and decomposed letters, spaces, line ends, and invisible characters.
 
     Args:
         after: compare only the text after the first occurrence of this marker. A response without it scores 0.
@@ -46,11 +46,11 @@ def exact(after: str | None = None, before: str | None = None, ignore_case: bool
 def numeric(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     r"""1 if the number in the response equals the label's (GSM8K), else 0.
 
-    The number is the last one in the last \boxed{...}; without a box, the last one after the last "####" or "answer is"; otherwise the
-    last one in the response. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count. Values are compared
-    exactly: 1,234.50 equals 1234.5, 12 500 equals 12500, 1e-05 equals 0.00001, 50 mm equals 5 cm. Dates, times, ranges and powers are not
-    numbers. The label must be one number, optionally after "####" or "=". Every other label is an error, including a fraction, which the
-    reward `math` compares.
+    The number is the last one in the last \boxed{...}; without a box, the last one after the last "####" or "answer is";
+    otherwise the last one in the response. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count.
+    Values are compared exactly: 1,234.50 equals 1234.5, 12 500 equals 12500, 1e-05 equals 0.00001, 50 mm equals 5 cm. Dates,
+    times, ranges and powers are not numbers. The label must be one number, optionally after "####" or "=". Every other label is
+    an error, including a fraction, which the reward `math` compares.
 
     Args:
         after: search only after the first occurrence of this marker. A response without it scores 0.

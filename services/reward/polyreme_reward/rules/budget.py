@@ -1,7 +1,7 @@
 """A limit on the processor time of a computation.
 
-Invariant: a computation under a limit ends soon after it, unless it is in a single long operation of the interpreter, which the callers
-exclude by limits on size. The limit counts the process's own processor time, so other load of the machine changes no result.
+Invariant: a computation under a limit ends soon after it, unless it is in one long operation of the interpreter, which the
+callers exclude by limits on size. The limit counts the process's own processor time, so other load changes no result.
 """
 
 import gc
@@ -18,8 +18,8 @@ class OverBudget(BaseException):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises OverBudget in the block after that many seconds of processor time. Without effect outside of the main thread, which alone gets
-    signals, and inside of another limit."""
+    """Raises OverBudget in the block after that many seconds of processor time. Without effect outside of the main thread, which
+    alone gets signals, and inside of another limit."""
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
         yield
         return

@@ -18,9 +18,15 @@ _WORD = re.compile(r"[^\W_]+")
 # Words that announce the choice. Both cases are written out, since a case-insensitive search has no fast path.
 _ANSWER = (
     r"[Aa]nswer|ANSWER|[Aa]ntwort|ANTWORT|[Ll]\u00f6sung|[Rr][\u00e9e]ponse|R\u00c9PONSE|[Rr]espuesta|RESPUESTA|[Rr]esposta"
-    r"|[Rr]isposta|[Aa]ntwoord|[Oo]dpowied[\u017az]|[\u041e\u043e]\u0442\u0432\u0435\u0442|[\u0412\u0432]\u0456\u0434\u043f\u043e\u0432\u0456\u0434\u044c"
-    r"|\u7b54\u6848|\u56de\u7b54|\u89e3\u7b54|\u6b63\u89e3|\u7b54\u3048|\u7b54\u3010|\u7b54(?=\s*[:\u662f\u70ba\u4e3a])|\uc815\ub2f5|\ub2f5\ubcc0|\ub2f5(?=\s*[:\uc740])"
-    r"|\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|\u0909\u0924\u094d\u0924\u0930|\u091c\u0935\u093e\u092c|[Cc]evap|[Ss]varet|[Rr][\u0103a]spunsul|[Oo]dpov\u011b\u010f|[Oo]dpove\u010f|[Vv]astaus|[Vv]\u00e1lasz|[Oo]dgovor|\u0391\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u03b1\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u0e04\u0e33\u0e15\u0e2d\u0e1a|\u05ea\u05e9\u05d5\u05d1\u05d4|\u067e\u0627\u0633\u062e|\u062c\u0648\u0627\u0628|\u0989\u09a4\u09cd\u09a4\u09b0|\u0baa\u0ba4\u0bbf\u0bb2\u0bcd|\b[Aa]ns(?=[.:]|\s+is\b)|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
+    r"|[Rr]isposta|[Aa]ntwoord|[Oo]dpowied[\u017az]|[\u041e\u043e]\u0442\u0432\u0435\u0442"
+    r"|[\u0412\u0432]\u0456\u0434\u043f\u043e\u0432\u0456\u0434\u044c|\u7b54\u6848|\u56de\u7b54|\u89e3\u7b54|\u6b63\u89e3"
+    r"|\u7b54\u3048|\u7b54\u3010|\u7b54(?=\s*[:\u662f\u70ba\u4e3a])|\uc815\ub2f5|\ub2f5\ubcc0|\ub2f5(?=\s*[:\uc740])"
+    r"|\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|\u0909\u0924\u094d\u0924\u0930"
+    r"|\u091c\u0935\u093e\u092c|[Cc]evap|[Ss]varet|[Rr][\u0103a]spunsul|[Oo]dpov\u011b\u010f|[Oo]dpove\u010f|[Vv]astaus"
+    r"|[Vv]\u00e1lasz|[Oo]dgovor|\u0391\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7"
+    r"|\u03b1\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u0e04\u0e33\u0e15\u0e2d\u0e1a|\u05ea\u05e9\u05d5\u05d1\u05d4"
+    r"|\u067e\u0627\u0633\u062e|\u062c\u0648\u0627\u0628|\u0989\u09a4\u09cd\u09a4\u09b0|\u0baa\u0ba4\u0bbf\u0bb2\u0bcd"
+    r"|\b[Aa]ns(?=[.:]|\s+is\b)|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
 )
 _PICK = (
     r"(?:[Oo]ption|[Cc]hoice)\s+is\b|\b[Cc]orrect(?:\s+(?:option|choice|letter))?(?=\W{0,3}:|\s+is\b)|[Cc]hoose\b|[Gg]o(?:ing)?\s+with\b|(?:[Mm]y|[Ff]inal)\s+choice\s*:|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7|\u9078\u629e\u80a2?|\u9009\u9879|\u9078\u9805|\u9009|\u9078|\u6b63[\u786e\u78ba]\u7684?\u662f"
@@ -32,7 +38,8 @@ _ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice|[Oo]pci\u00f3n|\u9009\u9879|\u90
 _CAPITAL = re.compile(rf"{_APART}[A-Z]{_ENDS}")
 _SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)|(?<=:)[a-z](?=\W*$)")
 _SAID = re.compile(
-    r"(?:^|[.!?\n])\W*(?:(?:[Tt]herefore|[Tt]hus|[Ss]o|[Hh]ence)\W+)?(?:(?:[Ii]t(?:'s|\s+is|\s+must\s+be)|[Oo]ption|[Cc]hoice)\s+)?\W*([A-Z])\W*\Z"
+    r"(?:^|[.!?\n])\W*(?:(?:[Tt]herefore|[Tt]hus|[Ss]o|[Hh]ence)\W+)?"
+    r"(?:(?:[Ii]t(?:'s|\s+is|\s+must\s+be)|[Oo]ption|[Cc]hoice)\s+)?\W*([A-Z])\W*\Z"
 )
 _FIRST = re.compile(
     rf"\W*([^\W\d_])(?:\s*[).:,\]](?![A-Za-z0-9])|\W*$|(?=[^{_LATIN}\W]))"
@@ -43,7 +50,9 @@ _FONT = re.compile(
 _PRONOUN = re.compile(r"I(?:'|\s+[a-z])")
 _ARTICLE = re.compile(r"A\s+(?!(?:and|as|because|but|by|for|if|is|not|or|over|since|was|with|u\w*|is\w*|e\w*|o\w*|y)\b)[a-z]")
 _DENIED = re.compile(
-    rf"(?:\b(?:not|instead of|rather than|anything but|except|never)(?:\s+be)?|n't(?:\s+be)?|\bcannot\s+be)\s+(?:option\s+|choice\s+)?\W{{0,3}}[A-Z]{_ENDS}|\b(?:nicht|kein\w*|statt|pas|no es|\u043d\u0435)\s+\W?[A-Z]{_ENDS}|(?:\u4e0d\u662f|\u800c\u975e|\u5e76\u975e|\u4e0d\u9009|\u4e0d\u9078)\s*\W?[A-Z]{_ENDS}"
+    rf"(?:\b(?:not|instead of|rather than|anything but|except|never)(?:\s+be)?|n't(?:\s+be)?|\bcannot\s+be)"
+    rf"\s+(?:option\s+|choice\s+)?\W{{0,3}}[A-Z]{_ENDS}|\b(?:nicht|kein\w*|statt|pas|no es|\u043d\u0435)\s+\W?[A-Z]{_ENDS}"
+    rf"|(?:\u4e0d\u662f|\u800c\u975e|\u5e76\u975e|\u4e0d\u9009|\u4e0d\u9078)\s*\W?[A-Z]{_ENDS}"
     rf"|{_APART}[A-Z]\s*(?:\u3067\u306f\u306a\u304f|\uac00 \uc544\ub2c8)"
 )
 _REFUSED = re.compile(r"(?:\bnot|n't|\bnever|\bnicht|\u4e0d)\s*$")  # I would not choose B
@@ -52,7 +61,8 @@ _ANOTHER = re.compile(
 )
 _BEFORE = re.compile(
     rf"{_APART}([A-Z])\W{{0,3}}(?:\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b|\s+ist\s+(?:die\s+)?(?:richtig|korrekt)"
-    r"|\s*(?:\u9009\u9879|\u9078\u9805)\s*$|\s+est\s+(?:la\s+)?(?:bonne|correcte)|\s+es\s+(?:la\s+)?(?:correcta|respuesta)|\s*(?:\u9009\u9879|\u9805|\u9879)?\s*(?:\u662f|\u70ba|\u4e3a)?\s*(?:\u6b63\u786e|\u6b63\u78ba|\u5bf9\u7684|\u5c0d\u7684)"
+    r"|\s*(?:\u9009\u9879|\u9078\u9805)\s*$|\s+est\s+(?:la\s+)?(?:bonne|correcte)|\s+es\s+(?:la\s+)?(?:correcta|respuesta)"
+    r"|\s*(?:\u9009\u9879|\u9805|\u9879)?\s*(?:\u662f|\u70ba|\u4e3a)?\s*(?:\u6b63\u786e|\u6b63\u78ba|\u5bf9\u7684|\u5c0d\u7684)"
     r"|\s*[\u304c\u306f]\s*(?:\u6b63\u89e3|\u6b63\u3057\u3044)|\s*(?:\uc774|\uac00)?\s*(?:\uc815\ub2f5|\ub9de))"
 )
 _CORRECTION = re.compile(r"\W*([A-Z])\W*")
@@ -68,12 +78,12 @@ _WINDOW = 100  # characters after "answer" that may contain the choice
 def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     r"""1 if the response chooses the label's letter (multiple choice), else 0.
 
-    The choice is the first letter of the last \boxed{...}. Without a box, it is the first capital letter after the last "answer" or
-    "Answer:" that has one (the "I" of "I think" counts only when no other letter follows), or a lower-case letter in brackets or at the
-    end. The word for answer may be of another language, and characters of other scripts may stand beside the letter. Otherwise it is a
-    response that consists of the letter alone, with or without brackets, or of one option with its text: "A. Paris". A later correction
-    ("no, B") replaces the choice. A letter after "not" does not count, two letters are not a choice, and text in <think>...</think> does
-    not count.
+    The choice is the first letter of the last \boxed{...}. Without a box, it is the first capital letter after the last "answer"
+    or "Answer:" that has one (the "I" of "I think" counts only when no other letter follows), or a lower-case letter in brackets
+    or at the end. The word for answer may be of another language, and characters of other scripts may stand beside the letter.
+    Otherwise it is a response that consists of the letter alone, with or without brackets, or of one option with its text: "A.
+    Paris". A later correction ("no, B") replaces the choice. A letter after "not" does not count, two letters are not a choice,
+    and text in <think>...</think> does not count.
 
     Args:
         letters: the options, in capital letters.

@@ -1,7 +1,7 @@
 """Runs programs against tests. Used in worker processes only.
 
-Invariant: a failure of the program scores 0, and any other failure is an error. Expected values are compared here and never reach the
-program.
+Invariant: a failure of the program scores 0, and any other failure is an error. Expected values are compared here and never reach
+the program.
 """
 
 import json
@@ -32,9 +32,9 @@ def code(
 ) -> Callable[[Item], float]:
     """1 if the response's Python program passes every test of its row, else 0.
 
-    The program is the last fenced block of Python that has code. Blocks of output or of other languages are not run. Without such a label
-    it is the last block that can be a program, and without fences the whole response. Text in <think>...</think> does not count. The tests are the row's column `tests`, also as
-    JSON, or the label as JSON, in one of three forms:
+    The program is the last fenced block of Python that has code. Blocks of output or of other languages are not run. Without such
+    a label it is the last block that can be a program, and without fences the whole response. Text in <think>...</think> does not
+    count. The tests are the row's column `tests`, also as JSON, or the label as JSON, in one of three forms:
 
     - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
     - With "fn_name" in addition, inputs are lists of arguments and outputs are the values that the function (or the method of
@@ -45,10 +45,10 @@ def code(
     Each test has its own sandbox with one process (threads but no forks), no network, no sockets, no files except Python's and a
     temporary directory, and no access to the service's memory, environment or processes. See `polyreme.isolation.sandbox`.
 
-    A program cannot forge a result by what it writes or returns. Outputs and returned values come back as text and are compared here. A
-    list of strings runs in a second sandbox, which asks the program's sandbox for values: built-in types, which are compared in the
-    second sandbox, or objects, which can be used but equal nothing. If a test delegates a comparison to a function of the program, then
-    the program decides. A test that passes one of its own functions to the program is an error.
+    A program cannot forge a result by what it writes or returns. Outputs and returned values come back as text and are compared
+    here. A list of strings runs in a second sandbox, which asks the program's sandbox for values: built-in types, which are
+    compared in the second sandbox, or objects, which can be used but equal nothing. If a test delegates a comparison to a
+    function of the program, then the program decides. A test that passes one of its own functions to the program is an error.
 
     Args:
         partial: score the fraction of passed tests.

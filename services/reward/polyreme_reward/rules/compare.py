@@ -1,7 +1,7 @@
 r"""Compares expressions by their values at some points.
 
-Invariant: rational values are compared exactly and others relatively, so no difference is too small to count. An expression that cannot be
-computed within the limits of `evaluate` is equal only to itself.
+Invariant: rational values are compared exactly and others relatively, so no difference is too small to count. An expression that
+cannot be computed within the limits of `evaluate` is equal only to itself.
 """
 
 from fractions import Fraction
@@ -17,8 +17,8 @@ from polyreme_reward.rules.evaluate import NoValue, Valuation, Value, decimal, i
 _DIGITS = 50
 _MORE_DIGITS = 220
 _AGREED = 150
-"""Digits that must agree of the values to _MORE_DIGITS. The rest is for errors of rounding. Relative to the value to _DIGITS, which is itself
-such an error where the exact value is zero."""
+"""Digits that must agree of the values to _MORE_DIGITS. The rest is for errors of rounding. Relative to the value to _DIGITS,
+which is itself such an error where the exact value is zero."""
 _POINTS = 8
 _SHARE = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 
@@ -47,8 +47,8 @@ _ZERO = _Twice(Fraction(0), Fraction(0))
 
 
 def same(left: sympy.Basic, right: sympy.Basic) -> bool:
-    """Whether two expressions have the same values: wherever both are real, else wherever all variables are positive. A decimal may be
-    rounded as in `quantity`, and a percent sign may be omitted."""
+    """Whether two expressions have the same values: wherever both are real, else wherever all variables are positive. A decimal
+    may be rounded as in `quantity`, and a percent sign may be omitted."""
     if left == right:
         return not left.has(sympy.zoo, sympy.nan)
     for number, exact in ((left, right), (right, left)):

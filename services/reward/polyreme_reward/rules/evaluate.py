@@ -1,7 +1,7 @@
 r"""Evaluates sympy expressions at points: exactly where all is rational, else to many digits.
 
-Invariant: every step checks the size of its result before it computes it, so the time and memory of an evaluation are bounded. sympy itself
-computes 9^{99^9}, since it has no such check.
+Invariant: every step checks the size of its result before it computes it, so the time and memory of an evaluation are bounded.
+sympy itself computes 9^{99^9}, since it has no such check.
 """
 
 import zlib

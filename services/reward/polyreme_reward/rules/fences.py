@@ -1,6 +1,6 @@
 """Finds the program in a response with fenced code blocks.
 
-Invariant: output, shell commands and examples in other languages are not run instead of the program, and the time is linear in the text.
+Invariant: output, shell commands and examples in other languages are not run as the program, and the time is linear in the text.
 """
 
 import ast
@@ -15,10 +15,10 @@ _LABELLED = re.compile(r"(?:```|~~~)[ \t]*[^`~\s][^`\n]*")
 _QUOTE = re.compile(r"^[ \t]*> ?")
 _PYTHON = re.compile(r"(?:i?python|py|pypy|cpython)[ -]?(?:[23](?:\.\d+)*)?|sage", re.IGNORECASE)
 _OTHER = words(
-    "sh bash zsh shell console terminal powershell cmd bat text txt plaintext plain output stdout stdin input log result results json jsonl"
-    " yaml yml xml html css sql js javascript jsx ts typescript tsx c cpp c++ cc h cs csharp java kotlin go golang rust rs ruby rb php perl r"
-    " scala swift lua haskell hs julia matlab diff patch latex tex math csv tsv ini toml dockerfile makefile make pycon python-repl"
-    " python-console pytb traceback mermaid graphviz dot pseudocode http"
+    "sh bash zsh shell console terminal powershell cmd bat text txt plaintext plain output stdout stdin input log result results"
+    " json jsonl yaml yml xml html css sql js javascript jsx ts typescript tsx c cpp c++ cc h cs csharp java kotlin go golang"
+    " rust rs ruby rb php perl r scala swift lua haskell hs julia matlab diff patch latex tex math csv tsv ini toml dockerfile"
+    " makefile make pycon python-repl python-console pytb traceback mermaid graphviz dot pseudocode http"
 )
 _MARKDOWN = frozenset(["markdown", "md", ""])
 _VALUES = (ast.Constant, ast.Name, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Attribute)
@@ -32,8 +32,8 @@ class Block(NamedTuple):
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of Python that has code. Without a block that is labelled so, the last one without a known other language that
-    can be a program, then any block; without fences the whole response."""
+    """The last fenced block of Python that has code. Without a block that is labelled so, the last one without a known other
+    language that can be a program, then any block; without fences the whole response."""
     found = blocks(response.replace("\r\n", "\n").replace("\r", "\n"))
     if not found:
         return response
@@ -46,7 +46,7 @@ def program_of(response: str) -> str:
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a text. One that is not closed extends to the end. The fences of a Markdown block are blocks themselves."""
+    """The fenced blocks of a text. An unclosed one extends to the end. The fences of a Markdown block are blocks themselves."""
     found: list[Block] = []
     lines = text.split("\n")
     start = 0
@@ -69,8 +69,8 @@ def blocks(text: str) -> list[Block]:
 
 
 def _end(lines: list[str], start: int, fence: str, is_program: bool) -> tuple[int, list[str], int]:
-    """The line at which a block ends, the text before its fence if that is not alone on the line, and the line after the block. A block
-    that is no program also ends where a labelled one begins, since its own fence was forgotten then."""
+    """The line at which a block ends, the text before its fence if that is not alone on the line, and the line after the block. A
+    block that is no program also ends where a labelled one begins, since its own fence was forgotten then."""
     beside = None
     for number in range(start, len(lines)):
         line = lines[number].strip(" \t>")

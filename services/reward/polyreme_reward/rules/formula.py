@@ -1,7 +1,7 @@
 r"""Reads expressions, equations, sets, intervals and matrices with math-verify's parser.
 
-Invariant: prose, and text that does not parse completely as LaTeX, is not a formula. A text that is too long, nested too deeply, or that
-the parser would compute at length, is none either. Only worker processes, which have a deadline, import this module.
+Invariant: prose, and text that does not parse completely as LaTeX, is not a formula. A text that is too long, nested too deeply,
+or that the parser would compute at length, is none either. Only worker processes, which have a deadline, import this module.
 """
 
 import logging
@@ -80,7 +80,7 @@ _NO_ARITHMETIC = re.compile(r"\d+\s*[-/]\s*\d+\s*[-/]\s*\d+|\d+-\d+|\d+(?:\.\d+)
 
 @lru_cache(maxsize=256)
 def read(text: str) -> sympy.Basic:
-    """The sympy object that the whole text, without LaTeX delimiters, represents. None for prose and for text that cannot be parsed."""
+    """The sympy object that the whole text, without LaTeX delimiters, represents. None for prose and unparsable text."""
     if len(text) > LONGEST:
         return None
     text = _without_name(upright(unified(text)))
@@ -91,7 +91,10 @@ def read(text: str) -> sympy.Basic:
         text = pattern.sub(replacement, text)
     text = _SEGMENTS.sub(r"\1 S_{\2} ", _system(text))
     if _SIGNS.search(text):
-        text = ", ".join(_SIGNS.sub(lambda sign, signs=signs: signs[sign[1] == "m"], text) for signs in ("+-", "-+"))  # type: ignore[misc]
+        text = ", ".join(
+            _SIGNS.sub(lambda sign, signs=signs: signs[sign[1] == "m"], text)  # type: ignore[misc]
+            for signs in ("+-", "-+")
+        )
     named = _WORD.findall(_COMMAND.sub(" ", text))
     if not text.strip() or any(len(word) > 3 or word.lower() in _STOP_WORDS for word in named) or _is_laborious(text):
         return None
@@ -100,7 +103,7 @@ def read(text: str) -> sympy.Basic:
 
 
 def _congruent(left: str, right: str, modulus: int) -> sympy.Basic:
-    """A congruence as an unknown function of its residue, which is equal only to the same. A symbol on the left only names the residue."""
+    """A congruence as an unknown function of its residue, equal only to the same. A symbol on the left only names the residue."""
     residue, of = read(right), read(left) if left and not sides.symbol(left) else sympy.S.Zero
     if not isinstance(residue, sympy.Integer) or not isinstance(of, sympy.Expr):
         return None
@@ -161,7 +164,7 @@ def _system(text: str) -> str:
 
 
 def _is_laborious(text: str) -> bool:
-    """Whether the parser would need long for a text: brackets in brackets, or functions of large numbers, which it computes at once."""
+    """Whether the parser would need long for text: nested brackets, or functions of large numbers, which it computes at once."""
     depth = deepest = 0
     for bracket in _OPENING.finditer(text):
         depth += (bracket[0] in "({[") - (bracket[0] in ")}]")

@@ -1,7 +1,7 @@
 r"""Mathematical equality. Used in worker processes only, since formulas may need a second.
 
-Invariant: every comparison is bounded in size and in time. An answer beyond the bounds scores 0. A label beyond them, one that cannot be
-read, or one that does not equal itself, is an error.
+Invariant: every comparison is bounded in size and in time. An answer beyond the bounds scores 0. A label beyond them, one that
+cannot be read, or one that does not equal itself, is an error.
 """
 
 import re
@@ -70,9 +70,9 @@ _Read = Quantity | _Words | _Formula
 def math(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     r"""1 if the response's answer is mathematically equal to the label (math-verify), else 0.
 
-    The answer is the content of the last \boxed{...}; without a box, the text after the last "####" or "answer is"; otherwise the last
-    formula or number. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count. A missing label, prose, a date
-    or a range cannot be judged and is an error. A response without a readable answer scores 0.
+    The answer is the content of the last \boxed{...}; without a box, the text after the last "####" or "answer is"; otherwise the
+    last formula or number. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count. A missing label,
+    prose, a date or a range cannot be judged and is an error. A response without a readable answer scores 0.
 
     Args:
         after: search only after the first occurrence of this marker. A response without it scores 0.

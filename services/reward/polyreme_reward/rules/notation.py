@@ -12,15 +12,19 @@ _DEGREES = re.compile(rf"(\d+(?:\.\d+)?|\.\d+)\s*(?:\^\s*\{{?\s*{command('circ')
 _ANGLE = re.compile(r"(?<![a-zA-Z])(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z]*h)")
 _INTEGERS = r"(?:\\mathbb\s*\{?\s*Z\s*\}?|\\mathbf\s*\{\s*Z\s*\}|Z)"
 _RANGE = re.compile(
-    rf"(?<=[\w)}}\]])\s*(?:[,;]\s*|\\?[,;:]?\s*(?=\\?\(|\\text))(?:\\text\s*\{{\s*(?:where|for|with)\s*\}}\s*)?(?:\\left)?[(\[]?\s*[a-zA-Z]\s*\\in(?![a-zA-Z])\s*"
+    rf"(?<=[\w)}}\]])\s*(?:[,;]\s*|\\?[,;:]?\s*(?=\\?\(|\\text))"
+    rf"(?:\\text\s*\{{\s*(?:where|for|with)\s*\}}\s*)?(?:\\left)?[(\[]?\s*[a-zA-Z]\s*\\in(?![a-zA-Z])\s*"
     rf"{_INTEGERS}\s*(?:\\right)?[)\]]?\s*$"
 )
 _BUILDER = re.compile(
-    r"\\?\{\s*(?P<symbol>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\(?:mid|vert|colon|middle\s*\|)(?![a-zA-Z])|[|:])\s*(?P<condition>[^|]*?)\s*\\?\}\s*"
+    r"\\?\{\s*(?P<symbol>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?"
+    r"(?:\\(?:mid|vert|colon|middle\s*\|)(?![a-zA-Z])|[|:])\s*(?P<condition>[^|]*?)\s*\\?\}\s*"
 )
 _ORDER = re.compile(r"[<>=]|\\(?:le|ge|leq|geq|ne|neq|lt|gt)(?![a-zA-Z])")
 _CONGRUENT = re.compile(
-    r"(?:(?P<left>.+?)\s*(?:\\equiv(?![a-zA-Z])|\u2261))?(?P<right>.+?)\s*(?P<residue>\\pmod(?![a-zA-Z])|\\?\(\s*\\?mod(?![a-zA-Z]))?(?(residue)|(?:\\bmod|\\mod|(?<![a-zA-Z])mod)(?![a-zA-Z]))\s*(?P<modulus>\{\s*\d{1,9}\s*\}|\d{1,9})\s*\)?"
+    r"(?:(?P<left>.+?)\s*(?:\\equiv(?![a-zA-Z])|\u2261))?(?P<right>.+?)\s*"
+    r"(?P<residue>\\pmod(?![a-zA-Z])|\\?\(\s*\\?mod(?![a-zA-Z]))?"
+    r"(?(residue)|(?:\\bmod|\\mod|(?<![a-zA-Z])mod)(?![a-zA-Z]))\s*(?P<modulus>\{\s*\d{1,9}\s*\}|\d{1,9})\s*\)?"
 )
 _EITHER = re.compile(rf"\s*(?:{command('lor', 'vee', 'land', 'wedge')}|[\u2227\u2228])\s*")
 _VECTOR = re.compile(
@@ -54,8 +58,8 @@ _SPELLINGS = [
 
 
 def familiar(text: str) -> str:
-    """A formula in the notation that the parser knows: roots with brackets, degrees of functions of angles, sets by a condition, the integers
-    as range of a parameter behind the formula, vectors with a hat or an arrow, matrices as nested lists."""
+    """A formula in the notation that the parser knows: roots with brackets, degrees of functions of angles, sets by a condition,
+    the integers as range of a parameter behind the formula, vectors with a hat or an arrow, matrices as nested lists."""
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     text = _RANGE.sub("", _radicals(text))

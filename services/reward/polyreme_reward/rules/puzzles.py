@@ -19,13 +19,13 @@ _WINDOW = 20_000
 def knights_and_knaves(scores: Literal["binary", "paddlenlp"] = "binary") -> Callable[[Item], float]:
     """1 if the answer assigns the label's role to everyone, else 0.
 
-    Label and answer state roles in the form "Zoey is a knave". The answer is the text in <answer>...</answer>, or the whole response
-    without these tags. The last statement about a name counts.
+    Label and answer state roles in the form "Zoey is a knave". The answer is the text in <answer>...</answer>, or the whole
+    response without these tags. The last statement about a name counts.
 
     Args:
         scores: "paddlenlp" selects the scores of PaddleNLP's example server: +1 or -1 for the format (think and answer tags, once
-            each, in order), plus +2 for correct roles, -1.5 for wrong roles, or -2 when the format is wrong or a role is missing. As in
-            that server, a missing <think> is added, since the prompt may contain it.
+            each, in order), plus +2 for correct roles, -1.5 for wrong roles, or -2 when the format is wrong or a role is missing.
+            As in that server, a missing <think> is added, since the prompt may contain it.
     """
 
     def score(item: Item) -> float:

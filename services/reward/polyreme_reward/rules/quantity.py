@@ -2,10 +2,10 @@ r"""Reads numbers as people write them, with units.
 
 Invariant: a text is read completely or not at all, and values are exact.
 
-Supported are decimals, thousands separators (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions, mixed
-numbers (3 1/2), repeating decimals, numbers in another base (101_2), percent signs, currencies and units (also 5 hours 30 minutes). Dates,
-times, ranges and powers are not numbers. A comma is a decimal comma only behind points between thousands: 1.234,56. Elsewhere it separates
-values, so 3,14 is no number.
+Supported are decimals, thousands separators (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions,
+mixed numbers (3 1/2), repeating decimals, numbers in another base (101_2), percent signs, currencies and units (also 5 hours 30
+minutes). Dates, times, ranges and powers are not numbers. A comma is a decimal comma only behind points between thousands:
+1.234,56. Elsewhere it separates values, so 3,14 is no number.
 """
 
 import re
@@ -25,7 +25,10 @@ ROUNDED = 6
 _END = 500
 """Number of characters at the end of a text that are searched first."""
 
-_GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+_GROUPED = (
+    r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)"
+    r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+)
 _WHOLE = rf"(?:{_GROUPED}|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
 _POWER_OF_TEN = r"\^\s*(?:\{{\s*(?P<{0}>[+-]?\d{{1,4}})\s*\}}|(?P<{1}>[+-]?\d{{1,4}})(?![\d.]))"
@@ -72,15 +75,16 @@ _IN_PROSE = re.compile(
     rf"|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
     rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
     rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
-    rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
+    rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}"
+    r"(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
 )
 _OHM = re.compile(r"\s*([kM]?)\\Omega(?![a-zA-Z])\s*")
 _SYMBOLS = frozenset("NJWVAKCF")
 """Symbols of units that are variables more often."""
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+(?:\\?\$)?$")
 _NO_UNITS = words(
-    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta gamma delta"
-    " theta lambda sigma omega phi psi"
+    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta"
+    " gamma delta theta lambda sigma omega phi psi"
 )
 
 
@@ -126,8 +130,8 @@ class Quantity:
 
 
 def tolerance(value: Fraction, places: int | None) -> Fraction:
-    """How much a value with that many written decimals may differ from an exact one: half of its last decimal if it has ROUNDED decimals
-    and as many significant digits, else nothing."""
+    """How much a value with that many written decimals may differ from an exact one: half of its last decimal if it has ROUNDED
+    decimals and as many significant digits, else nothing."""
     if places is None or places < ROUNDED or abs(value) * 10**places < 10 ** (ROUNDED - 1):
         return Fraction(0)
     return Fraction(1, 2) / 10**places
@@ -157,8 +161,8 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 
 
 def last_in(text: str) -> tuple[Quantity | None, int]:
-    """The last number in prose, and its position, or -1 when there is none. The number is None for a date, a time, a range or a power.
-    Numbers after "not" and "instead of" are skipped."""
+    """The last number in prose, and its position, or -1 when there is none. The number is None for a date, a time, a range or a
+    power. Numbers after "not" and "instead of" are skipped."""
     if len(text) > 2 * _END:  # the end suffices if it contains a complete number
         found, place = _last_in(plain(text[-_END:]))
         if place > _END // 2:
@@ -238,8 +242,8 @@ def _quantity(match: re.Match[str], name: str, letters: bool = False) -> Quantit
 
 
 def _is_unit(text: str, adjacent: bool, letters: bool) -> bool:
-    """Whether the text after a number may be a unit. A letter directly after the number is a variable: 3x, 2ab. With `letters` it is a
-    unit if there is one of this name."""
+    """Whether the text after a number may be a unit. A letter directly after the number is a variable: 3x, 2ab. With `letters` it
+    is a unit if there is one of this name."""
     words = re.split(r"[\s/.^]+", text)
     if any(word.lower() in _NO_UNITS for word in words) or len(words) > 5:
         return False
@@ -251,7 +255,7 @@ def _is_unit(text: str, adjacent: bool, letters: bool) -> bool:
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction | str | None, int | None, bool]:
-    """The value, the number of written decimals, and whether it is a fraction. The value is None when undefined (division by zero)."""
+    """The value (None: undefined, a division by zero), the number of written decimals, and whether it is a fraction."""
     if match["mixed"] or match["whole2"]:
         over, under = match["mixed"].split("/") if match["mixed"] else (match["over2"], match["under2"])
         return _ratio(over, under, _strip(match["whole"] or match["whole2"])), None, True

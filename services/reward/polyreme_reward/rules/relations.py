@@ -1,7 +1,7 @@
 r"""Compares what formulas state: values, equations, inequalities, sets, intervals, tuples and matrices.
 
-Invariant: an equation is its value only if its left side is a symbol, a function's value or has no variables, or equals the right side
-anyway. All others are equations, which are equal up to a factor that is not zero.
+Invariant: an equation is its value only if its left side is a symbol, a function's value or has no variables, or equals the right
+side anyway. All others are equations, which are equal up to a factor that is not zero.
 """
 
 from collections.abc import Sequence
@@ -196,7 +196,7 @@ def _other_symbols(left: sympy.Basic, right: sympy.Basic) -> bool:
 
 
 def _with_argument(answer: Named, name: sympy.Basic) -> Named | None:
-    """A function with the variable of another definition of it: f(t) = t + 1 as f(x) = x + 1. None when that has another meaning."""
+    """A function with the variable of its other definition: f(t) = t + 1 as f(x) = x + 1. None when that has another meaning."""
     both = (answer.name, name)
     if not all(
         isinstance(each, AppliedUndef) and len(each.args) == 1 and isinstance(each.args[0], sympy.Symbol) for each in both

@@ -1,6 +1,6 @@
 r"""Finds the answer in a response.
 
-Invariant: text in <think>...</think> is never an answer, a later answer replaces an earlier one, and the time is linear in the text.
+Invariant: text in <think>...</think> is never an answer, a later answer replaces an earlier one, and time is linear in the text.
 """
 
 import re
@@ -22,12 +22,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?[\s$]*(?:[,;]|(?:,\s*)?(?:and|or)\b)[\s$]*(?:\\[(\[])?[\s$]*")
 # Both cases are written out, since a case-insensitive search has no fast path.
 _CUE = re.compile(
-    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
+    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*"
+    r"(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
 )
 _CORRECTION = re.compile(
-    r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
-    r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value|it|that|is|it's|that's|should|must|would|be)\b"
-    r"[\s,:]*)*",
+    r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b"
+    r"(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
+    r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value"
+    r"|it|that|is|it's|that's|should|must|would|be)\b[\s,:]*)*",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
@@ -62,8 +64,8 @@ def between(text: str, after: str | None, before: str | None) -> str | None:
 
 
 def answer_text(item: Item, after: str | None, before: str | None) -> str | None:
-    """The response between the markers, without its thoughts and without GSM8K's calculations (<<9*2=18>>18). None when a marker is
-    absent or a thought is not closed."""
+    """The response between the markers, without its thoughts and without GSM8K's calculations (<<9*2=18>>18). None when a marker
+    is absent or a thought is not closed."""
     text = _without_thoughts(item)
     if text is not None:
         text = between(text, after, before)
@@ -73,8 +75,8 @@ def answer_text(item: Item, after: str | None, before: str | None) -> str | None
 def marked(text: str, words: bool = False) -> str | None:
     r"""The answer that the text marks as such, or None. '' when the last box is incomplete.
 
-    The last \boxed{...} has priority (boxes that are joined by a comma or "and" are one answer), then the text after the last "####",
-    then the sentence of the last "answer is" or "answer:". A later correction ("no, 42") replaces the answer.
+    The last \boxed{...} has priority (boxes that are joined by a comma or "and" are one answer), then the text after the last
+    "####", then the sentence of the last "answer is" or "answer:". A later correction ("no, 42") replaces the answer.
 
     Args:
         text: the result of `answer_text`.

@@ -1,6 +1,6 @@
 """Runs a built-in rule as a reward in this process.
 
-Invariant: a long text never blocks the event loop. Short texts are scored on the loop, which is cheaper, and long ones in a thread.
+Invariant: a long text never blocks the event loop. Short texts are scored on the loop, which is cheaper, long ones in a thread.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, ok
 from polyreme_reward.rules import Rule
 
 LOOP_CHARS = 1 << 14
-"""Maximum characters of items that are scored in one turn of the event loop. The slowest rule needs a few milliseconds for them."""
+"""Maximum characters of items scored in one turn of the event loop. The slowest rule needs a few milliseconds for them."""
 
 
 class RuleReward:

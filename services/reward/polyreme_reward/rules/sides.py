@@ -1,7 +1,7 @@
 r"""Which left sides of an equation only name the value on the right.
 
-Invariant: a left side is dropped only if it is a name (a symbol, a function's value, words) or has no variables. Every other equation
-states a relation, so its right side alone is not its meaning: x - 2y + 3 = 0 is not 0.
+Invariant: a left side is dropped only if it is a name (a symbol, a function's value, words) or has no variables. Every other
+equation states a relation, so its right side alone is not its meaning: x - 2y + 3 = 0 is not 0.
 """
 
 import re
@@ -10,8 +10,8 @@ from polyreme_reward.rules.spelling import words
 from polyreme_reward.rules.units import simple
 
 _GREEK = (
-    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|varphi|chi|psi"
-    "|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar"
+    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi"
+    "|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar"
 )
 FUNCTIONS = words("sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp sqrt max min gcd lcm mod det abs")
 _ACCENT = r"\\(?:hat|bar|tilde|vec|overline|widehat|overrightarrow|dot|ddot)"
@@ -19,12 +19,14 @@ _INDEX = r"(?:_\s*(?:\{[^{}]*\}|\w))?"
 _LETTER = rf"(?:[A-Za-z\u0391-\u03c9]|\\(?:{_GREEK})(?![a-zA-Z])|{_ACCENT}\s*(?:\{{\s*\\?[A-Za-z]+\s*\}}|[A-Za-z]))"
 SYMBOL = re.compile(rf"{_LETTER}{_INDEX}(?:'{{1,3}}|\^\s*\{{?\s*(?:\*|\\(?:prime|ast|star))\s*\}}?)?")
 _FUNCTION = re.compile(
-    rf"(?P<name>(?:{_LETTER}|\\mathbb\s*\{{\s*[A-Z]\s*\}}|\\(?:Pr|Re|Im|deg|dim|arg|det|gcd|lcm|max|min)|[A-Za-z]{{2,8}}){_INDEX})"
+    rf"(?P<name>(?:{_LETTER}|\\mathbb\s*\{{\s*[A-Z]\s*\}}"
+    rf"|\\(?:Pr|Re|Im|deg|dim|arg|det|gcd|lcm|max|min)|[A-Za-z]{{2,8}}){_INDEX})"
     r"\s*(?:'{1,3}|\^\s*\{[^{}]*\}|\^\s*\d|\^\s*\\prime)?\s*(?P<open>[(\[]|\\\{)(?P<argument>.*)(?:[)\]]|\\\})",
     re.DOTALL,
 )
 _GEOMETRY = re.compile(
-    r"[A-Z]{2,4}'?|\|\s*[A-Z]{2}\s*\||\[\s*[A-Z]{3,6}\s*\]|(?:m\s*)?\\(?:overline|overrightarrow|vec|angle|triangle|measuredangle|widehat|arc)"
+    r"[A-Z]{2,4}'?|\|\s*[A-Z]{2}\s*\||\[\s*[A-Z]{3,6}\s*\]"
+    r"|(?:m\s*)?\\(?:overline|overrightarrow|vec|angle|triangle|measuredangle|widehat|arc)"
     r"\s*\{?\s*[A-Z]{1,4}\s*\}?|(?:m\s*)?\u2220\s*[A-Z]{1,3}|\\frac\s*\{\s*d\s*\w\s*\}\s*\{\s*d\s*\w\s*\}"
 )
 _RUN = re.compile(r"\\?[^\W\d_]+(?:[-'][^\W\d_]{2,})*")
@@ -33,10 +35,12 @@ _MEASURED = re.compile(r"[-+]?[\d.,/ ]+\s*([A-Za-z\u00b5]+)(?:\^?\{?[23]\}?)?")
 _CONSTANTS = words("e i pi \u03c0 frac cdot times div binom infty circ degrees degree percent")
 _ORDER = r"[<>]=?|[\u2264\u2265\u2260]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt)(?![a-zA-Z])"
 _ARGUMENT = re.compile(
-    r"(?:(?:\b[a-zA-Z]|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt))(?:_\s*\{?|\()|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
+    r"(?:(?:\b[a-zA-Z]|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt))(?:_\s*\{?|\()"
+    r"|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
 )
 _BOUND = re.compile(
-    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?\s*\b(?:or|and/or)\b|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
+    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?\s*\b(?:or|and/or)\b"
+    rf"|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
 )
 _TAG = re.compile(r"(?:<[/a-zA-Z|!][^<>\n]*|(?:^|\n)[ \t]*(?:>[ \t]*)*)>\s*[$({]?\s*$")  # <answer>5, or a quotation in Markdown
 _ABOVE = re.compile(rf"\s*\$?\s*(?:{_ORDER})\s*[\w\\]")
@@ -76,7 +80,7 @@ def parts(text: str) -> list[str]:
 
 
 def states_relation(before: str) -> bool:
-    """Whether a number in prose is one side of an equation with variables, or a part of an expression. `before` is the text before it."""
+    """Whether a number in prose is one side of an equation with variables, or part of an expression. `before`: text before it."""
     if _ARGUMENT.search(before) or (_BOUND.search(before) and not _TAG.search(before)):
         return True
     before = before[-_LONGEST:].rstrip(" $({\\")

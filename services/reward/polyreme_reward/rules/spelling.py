@@ -50,8 +50,8 @@ _INDEX = re.compile(f"[{''.join(_LOWERED)}]+")
 
 
 def unified(text: str) -> str:
-    """The text with one character for each kind of space, sign, digit, quote, power and fraction. An en dash stays as it is, since it may
-    be a minus sign or a dash."""
+    """The text with one character for each kind of space, sign, digit, quote, power and fraction. An en dash stays as it is,
+    since it may be a minus sign or a dash."""
     if text.isascii():
         return text
     text = _POWER.sub(lambda run: "^{" + "".join(map(_RAISED.__getitem__, run[0])) + "}", text)
@@ -117,7 +117,7 @@ def undelimited(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The text with a uniform spelling of signs, spaces, separators, fractions, powers, fonts and degrees, and without LaTeX delimiters."""
+    """The text with uniform signs, spaces, separators, fractions, powers, fonts and degrees, and without LaTeX delimiters."""
     text = undelimited(unified(text))
     for pattern, replacement in _SPELLINGS[:2]:  # before fonts are removed
         text = pattern.sub(replacement, text)

@@ -77,7 +77,8 @@ _KNOWN |= {
     "kmh": Unit("length/time", Fraction(1000, 3600)),
 }
 _POWER = re.compile(
-    r"(?:(?P<word>square|sq\.?|cubic|cu\.?)\s+)?(?P<name>.+?)(?:\s*\^?\{?(?P<power>[23\u00b2\u00b3])\}?|\s+(?P<said>squared|cubed))?"
+    r"(?:(?P<word>square|sq\.?|cubic|cu\.?)\s+)?(?P<name>.+?)"
+    r"(?:\s*\^?\{?(?P<power>[23\u00b2\u00b3])\}?|\s+(?P<said>squared|cubed))?"
 )
 _EXPONENTS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "2": 2, "3": 3, "\u00b2": 2, "\u00b3": 3}
 

@@ -1,7 +1,7 @@
 """Holds the devices of a colocated replica while its engine starts, before the replica has an event loop.
 
-Invariant: the grant is renewed until the replica's event loop renews it, and ends when this process dies. The engine may fork, so a
-separate process makes the renewals: `python -m polyreme_rollout.devices.device_start HOLDER COUNTER`.
+Invariant: the grant is renewed until the replica's event loop renews it, and ends when this process dies. The engine may fork, so
+a separate process makes the renewals: `python -m polyreme_rollout.devices.device_start HOLDER COUNTER`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class StartupGrant:
 
 @contextmanager
 def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[StartupGrant | None]:
-    """Waits for the devices of a colocated run and renews the grant until `StartupGrant.end_renewals`, or until the end of the block.
+    """Waits for the devices of a colocated run and renews the grant until `StartupGrant.end_renewals`, or the end of the block.
 
     Yields None if the devices are not shared.
 

@@ -1,7 +1,7 @@
 """A colocated replica's turns: it samples while it holds the devices, and sleeps while the learner trains on them.
 
-Invariant: between the end of a grant and the next one the engine samples nothing and has left the devices. What runs then is kept and
-continues afterwards, unless the new grant has ended too. Memory comes back in this order: the weights, the new version, the key-value cache.
+Invariant: between the end of a grant and the next one the engine samples nothing and has left the devices. What runs then is kept
+and continues later, unless the new grant has ended too. Memory comes back in this order: weights, new version, key-value cache.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class ReplicaTurns:
         self._running, self._metrics = running, metrics
 
     async def hold(self) -> None:
-        """Keeps the devices until the learner wants them, or until the grant has ended. For an engine that ends after its turn."""
+        """Keeps the devices until the learner wants them, or the grant has ended. For an engine that ends after its turn."""
         await self._lease.hold()
 
     async def take_turns(self) -> None:

@@ -1,7 +1,7 @@
 """A cache of the mapped arenas of the trainer's host, by nonce.
 
-Invariant: `at` returns the arena that a path names now. `with_nonce` returns the arena with that nonce, even after a newer learner
-replaced the file. At most MAX_ARENAS arenas stay mapped.
+Invariant: `at` returns the arena that a path names now. `with_nonce` returns the arena with that nonce, even after a newer
+learner replaced the file. At most MAX_ARENAS arenas stay mapped.
 """
 
 from importlib import import_module

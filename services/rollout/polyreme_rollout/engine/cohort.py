@@ -1,7 +1,7 @@
 """Sequences that a Hugging Face model continues together, token by token.
 
-Invariant: each token is a function of the model, the tokens before it, the request's sampling and seed, and its place. Neither the other
-sequences nor the number of times that the cohort was computed again matters, up to the rounding of sums.
+Invariant: each token is a function of the model, the tokens before it, the request's sampling and seed, and its place. Neither
+the other sequences nor the number of times that the cohort was computed again matters, up to the rounding of sums.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class CohortRow:
 
     Attributes:
         ids: prompt and sampled tokens. logprobs: of the sampled ones.
-        state: number of sampled tokens, and `finish` of `NewTokens`. It is set last in a step, so another thread may read what it counts.
+        state: number of sampled tokens, and `finish` of `NewTokens`. A step sets it last, so another thread may read the tokens.
         closed: nobody waits for the tokens.
     """
 
@@ -103,7 +103,7 @@ class Cohort:
 
 
 def sample(logits: torch.Tensor, requests: list[EngineRequest], places: list[int]) -> tuple[list[int], list[float]]:
-    """One token for each row of `logits` (float32 [n, vocabulary]), and its log-probability under the distribution that it was sampled from.
+    """One token for each row of `logits` (float32 [n, vocabulary]), and its log-probability under its sampling distribution.
 
     A token is found by inverting the cumulative distribution at a number that seed and place determine.
     """

@@ -1,7 +1,7 @@
 """Adapters of requests on CPU: two matrix products for each adapter of a step.
 
-vLLM's own CPU path copies an adapter for each token, and gives tokens without an adapter the one in the last slot. Invariant: a token has
-the adapter of its request, and no other; without one, it has none.
+vLLM's own CPU path copies an adapter for each token, and gives tokens without an adapter the one in the last slot. Invariant: a
+token has the adapter of its request, and no other; without one, it has none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class AdapterRows:
     """The tokens of a step by adapter.
 
     Attributes:
-        rows: the numbers of the tokens with an adapter, int64 [m], of which those of an adapter follow each other; None: all, as they are.
+        rows: numbers of tokens with an adapter, int64 [m], of which those of an adapter are adjacent; None: all, as they are.
         parts: vLLM's number of each adapter, its slot, and its part of `rows`.
     """
 
@@ -52,7 +52,7 @@ class AdapterRows:
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor]
-"""Of an adapter and a layer: A [ranks, in] of all projections that are fused into the layer, and B [out, ranks], block by block."""
+"""Of an adapter and a layer: A [ranks, in] of all projections fused into the layer, and B [out, ranks], block by block."""
 
 
 class GroupedAdapters(punica_cpu.PunicaWrapperCPU):
@@ -60,7 +60,7 @@ class GroupedAdapters(punica_cpu.PunicaWrapperCPU):
 
     polyreme_groups = AdapterRows(None, ())
     polyreme_packed: Mapping[int, dict[int, Matrices]] = {}
-    """The matrices of each adapter that has a slot, by the address of a layer's slots. A number stands for one adapter (`FIRST_LORA`)."""
+    """Matrices of each adapter with a slot, by the address of a layer's slots. A number stands for one adapter (`FIRST_LORA`)."""
 
     def update_metadata(self, mapping: "LoRAMapping", lora_index_to_id: list[int | None], *sizes: int, **options: object) -> None:
         self.polyreme_groups = AdapterRows.of(mapping.index_mapping, lora_index_to_id)
@@ -81,7 +81,7 @@ class GroupedAdapters(punica_cpu.PunicaWrapperCPU):
         Args:
             y: of the base layer, [n, out]; changed in place.
             x: its input, [n, in].
-            lora_a_stacked, lora_b_stacked: of each projection that is fused into the layer, [slots, 1, rank, in] and [slots, 1, part, rank].
+            lora_a_stacked, lora_b_stacked: of each fused projection, [slots, 1, rank, in] and [slots, 1, part, rank].
             output_slices: the sizes of their parts of `out`.
         """
         groups = self.polyreme_groups

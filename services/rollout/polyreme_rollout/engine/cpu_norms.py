@@ -1,8 +1,8 @@
 """RMSNorm on CPU by vLLM's own C kernels.
 
-vLLM's CPU build has these kernels but registers them for GPUs only, and computes each norm by seven torch operations: a tenth of the time
-that a small model needs for a token. Invariant: only fp32 is computed by them, where they differ from the torch operations by rounding
-of the last bit; in bf16 they round elsewhere than transformers and the learner.
+vLLM's CPU build has these kernels but registers them for GPUs only, and computes each norm by seven torch operations: a tenth of
+the time that a small model needs for a token. Invariant: only fp32 is computed by them, where they differ from the torch
+operations by rounding of the last bit; in bf16 they round elsewhere than transformers and the learner.
 """
 
 import torch
@@ -11,8 +11,8 @@ PROVIDER = "polyreme_cpu"
 
 
 def register_norms() -> dict[str, object]:
-    """Registers the kernels with vLLM's operators, once per process; forked workers inherit them. Returns the engine arguments that prefer
-    them."""
+    """Registers the kernels with vLLM's operators, once per process; forked workers inherit them. Returns the engine arguments
+    that prefer them."""
     from vllm import ir
     from vllm.platforms import current_platform
 

@@ -1,8 +1,8 @@
 """Reads the weights that a vLLM worker uses, even if only a packed copy exists.
 
-Invariant: the values are exact. On CPU vLLM packs weights for its kernels and discards the plain ones. A linear layer applied to the
-identity matrix returns its weights: each product multiplies by one, and each sum adds zeros. Experts are only reordered: packing a matrix
-of element numbers shows where each element went.
+Invariant: the values are exact. On CPU vLLM packs weights for its kernels and discards the plain ones. A linear layer applied to
+the identity matrix returns its weights: each product multiplies by one, and each sum adds zeros. Experts are only reordered:
+packing a matrix of element numbers shows where each element went.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """Loads weights into vLLM's model by repeating the recorded copies of vLLM's own reload, without its loaders.
 
-Invariant: copies are used only after they have reproduced the result of vLLM's own reload exactly, for a model with real weights. vLLM
-itself always loads models with layers that are not plain, and tensors that a loader changes.
+Invariant: copies are used only after they have reproduced the result of vLLM's own reload exactly, for a model with real weights.
+vLLM itself always loads models with layers that are not plain, and tensors that a loader changes.
 
-On a small model, vLLM's reload spends most of its time in Python: it creates every parameter again, looks up each tensor, and counts each
-copy before it copies. The copies never change, so one recorded reload has all of them. On CPU the linear layers are then packed again.
+On a small model, vLLM's reload spends most of its time in Python: it creates every parameter again, looks up each tensor, and
+counts each copy first. The copies never change, so one recorded reload has all. On CPU linear layers are then packed again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -114,7 +114,7 @@ class CopyRecorder(TorchDispatchMode):
             known.copies.append(copy)
 
     def _owner(self, storage: int) -> tuple[torch.nn.Module, str, torch.Tensor] | None:
-        """The layer that currently has a parameter in this memory. vLLM creates the parameters layer by layer, in reused memory."""
+        """The layer that now has a parameter in this memory. vLLM creates the parameters layer by layer, in reused memory."""
         for layer in ([self._last] if self._last is not None else []) + self._modules:
             for key, parameter in layer._parameters.items():
                 if parameter is not None and not parameter.is_meta and parameter.untyped_storage().data_ptr() == storage:
@@ -155,7 +155,7 @@ def learn(recorder: CopyRecorder, tensors: Tensors) -> LearnedCopies | None:
 
 @torch.no_grad()
 def fingerprint(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A fingerprint of the model's weights: copies of its plain parameters, and the outputs of packed layers for some random rows."""
+    """A fingerprint of the model's weights: copies of its plain parameters, and outputs of packed layers for some random rows."""
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.numel()}
     random = torch.Generator().manual_seed(0)
     for path, layer in model.named_modules():

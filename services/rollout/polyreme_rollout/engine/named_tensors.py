@@ -24,7 +24,7 @@ def named_tensors(sources: Sequence[ArenaSource], arenas: ArenaCache) -> Iterato
     """The tensors of all parts by Hugging Face name, without aliases: the model ties them itself. Read-only, valid in the block.
 
     Raises:
-        ArenaError: a slot is not, or at the block's end no longer, of its generation. What the block loaded may then be a mixture.
+        ArenaError: a slot is not, or at the block's end no longer, of its generation. What the block loaded may then be mixed.
     """
     parts = [(arenas.with_nonce(source.path, source.nonce), source) for source in sources]
     for arena, source in parts:

@@ -1,6 +1,6 @@
 """A small OpenAI-compatible /v1 on any inference engine: models, completions and chat completions, whole or streamed.
 
-Invariant: a request with an option that this API does not have is refused, never answered without it. vLLM's engine has an API of its own.
+Invariant: a request with an option that this API lacks is refused, never answered without it. vLLM's engine has its own API.
 """
 
 import itertools
@@ -47,7 +47,7 @@ class TokenizerCodec:
 
     @classmethod
     def of(cls, model_dir: Path, day: date | None = None) -> "TokenizerCodec":
-        """The tokenizer of a model's directory. Its answers end with the tokens that generation_config.json names, else with the tokenizer's."""
+        """A model directory's tokenizer. Its answers end with the tokens of generation_config.json, else with the tokenizer's."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -30,7 +30,7 @@ class LoadError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_p 1 and top_k -1 keep the whole distribution. A stop id ends a request and is its last token."""
+    """temperature 0 is greedy; top_p 1 and top_k -1 keep the whole distribution. A stop id ends a request as its last token."""
 
     temperature: float
     top_p: float
@@ -93,7 +93,7 @@ class LoadResult:
     """
     `stopped`: when sampling stopped, or was asked to stop if the engine cannot tell, as time.perf_counter() (one clock per host).
     `seconds`: of the slowest worker's load.
-    `sampled`: tokens of each unfinished request at the change, by request id. A request that never ran, or that has ended, may be missing.
+    `sampled`: tokens of each unfinished request at the change, by request id. One that never ran, or has ended, may be missing.
     """
 
     stopped: float
@@ -103,7 +103,7 @@ class LoadResult:
 
 @dataclass(frozen=True)
 class Slept:
-    """`freed`: bytes of the device. `weights`, `cache`: whether they are kept; a running request without its cache is computed again."""
+    """`freed`: device bytes. `weights`, `cache`: whether they are kept; a running request without its cache is computed again."""
 
     freed: int
     weights: bool
@@ -156,8 +156,8 @@ class InferenceEngine(Protocol):
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
 
-        It waits for a few steps of the engine; if that is idle, also until the requests that arrive at the same time have arrived. It never
-        waits for the end of another request, however many run and wait.
+        It waits for a few steps of the engine; if that is idle, also until the requests that arrive at the same time have
+        arrived. It never waits for the end of another request, however many run and wait.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -202,8 +202,8 @@ class ServesAdapters(Protocol):
     """An `InferenceEngine` whose requests may each have an adapter of their own on the loaded weights.
 
     Attributes:
-        max_loras: the number of adapters that running requests may name, so that each runs at once and keeps its adapter; 0: the engine was
-            started without adapters.
+        max_loras: the number of adapters that running requests may name, so that each runs at once and keeps its adapter; 0: the
+            engine was started without adapters.
         max_lora_rank: of an adapter.
     """
 
@@ -211,8 +211,8 @@ class ServesAdapters(Protocol):
     max_lora_rank: int
 
     async def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Loads an adapter, unless it is loaded. The directory's files are read again if it was evicted, here or with a later request. Raises
-        LoadError, EngineDeadError."""
+        """Loads an adapter, unless it is loaded. The directory's files are read again if it was evicted, here or with a later
+        request. Raises LoadError, EngineDeadError."""
 
     async def logprobs(self, ids: Sequence[int], salt: str, adapter: ServedAdapter | None = None) -> Sequence[float]:
         """As `InferenceEngine.logprobs`, with an adapter."""
@@ -224,7 +224,7 @@ class ServesAdapters(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Starts an engine. The process calls it in the main thread, before other threads and event loops, because an engine may fork."""
+    """Starts an engine. The process calls it in the main thread, before other threads and event loops, since engines may fork."""
 
     def __call__(self, config: RunConfig, model_dir: Path, random_weights: bool = True) -> InferenceEngine:
         """

@@ -38,11 +38,11 @@ def _start(base: type, **arguments: object) -> object:
 class GatheredStart:
     """Mixed into vLLM's Scheduler: an idle engine waits until the requests of a batch have arrived, so that they share its steps.
 
-    The samples of an iteration arrive within some hundredths of a second after a swap. vLLM itself would start with the first of them; a
-    step takes almost as long for a few requests as for all, so answers of five tokens took twice as many steps as tokens.
+    The samples of an iteration arrive within some hundredths of a second after a swap. vLLM itself would start with the first of
+    them; a step takes almost as long for a few requests as for all, so answers of five tokens took twice as many steps as tokens.
 
-    Invariant: a request waits here only while the engine runs no other, and at most LONGEST_WAIT_SECONDS. vLLM's loop sleeps for a
-    millisecond after a step in which nothing ran.
+    Invariant: a request waits here only while the engine runs no other, and at most LONGEST_WAIT_SECONDS. vLLM's loop sleeps for
+    a millisecond after a step in which nothing ran.
     """
 
     running: "list[Request]"
@@ -78,14 +78,14 @@ class GatheredStart:
 
 
 class ReservedSlot:
-    """Mixed into vLLM's Scheduler, whose policy must be "priority": one decode slot is for urgent requests only, those of negative priority,
-    as `VllmEngine.logprobs` asks for a canary.
+    """Mixed into vLLM's Scheduler, whose policy must be "priority": one decode slot is for urgent requests only, those of
+    negative priority, as `VllmEngine.logprobs` asks for a canary.
 
-    Invariant: at most `max_num_seqs - 1` ordinary requests run, whatever their number. An urgent request waits for no ordinary one: it has a
-    slot, and while it lacks blocks of the key-value cache or tokens of the step, each step preempts the latest ordinary request, as vLLM
-    does for a running request that lacks blocks. Without such a lack no ordinary request notices it.
+    Invariant: at most `max_num_seqs - 1` ordinary requests run, whatever their number. An urgent request waits for no ordinary
+    one: it has a slot, and while it lacks blocks of the key-value cache or tokens of the step, each step preempts the latest
+    ordinary request, as vLLM does for a running request that lacks blocks. Without such a lack no ordinary request notices it.
 
-    vLLM plans each step anew, and a step admits waiting requests in the order of priority up to a limit. Only that limit is changed here.
+    vLLM plans each step anew, and a step admits waiting requests by priority up to a limit. Only that limit is changed here.
     """
 
     running: "list[Request]"
@@ -124,11 +124,11 @@ class ReservedSlot:
 
 
 class OutputChunks:
-    """Mixed into vLLM's Scheduler: delivers the tokens of a sample in chunks. vLLM itself delivers each token alone, and the replica's process
-    then spends more time to receive tokens than on all else.
+    """Mixed into vLLM's Scheduler: delivers the tokens of a sample in chunks. vLLM itself delivers each token alone, and the
+    replica's process then spends more time to receive tokens than on all else.
 
-    Invariant: the chunks of a request are its tokens and their log-probabilities, all and in order. Each has the results of CHUNK_TOKENS
-    steps; the last one ends with the request. An aborted request leaves nothing behind.
+    Invariant: the chunks of a request are its tokens and their log-probabilities, all and in order. Each has the results of
+    CHUNK_TOKENS steps; the last one ends with the request. An aborted request leaves nothing behind.
     """
 
     requests: "dict[str, Request]"

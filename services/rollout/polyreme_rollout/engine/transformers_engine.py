@@ -1,8 +1,8 @@
-"""A Hugging Face model as an inference engine, in this process, on any device that torch knows (it loads torch_npu itself). Slow and
-exact: for tests, for models that vLLM does not serve, and for machines without vLLM.
+"""A Hugging Face model as an inference engine, in this process, on any device that torch knows (it loads torch_npu itself). Slow
+and exact: for tests, for models that vLLM does not serve, and for machines without vLLM.
 
-Invariant: one thread computes, one step at a time; requests that arrive together are a cohort and share its steps. A load computes all
-caches again, so no token depends on weights that were replaced.
+Invariant: one thread computes, one step at a time; requests that arrive together are a cohort and share its steps. A load
+computes all caches again, so no token depends on weights that were replaced.
 """
 
 import asyncio

@@ -297,7 +297,7 @@ class VllmEngine:
             return
         started = time.perf_counter()
         llm, self.llm = self.llm, None
-        # Workers have shared memory to remove. One process has only memory to free, which takes Python a second, and the kernel no time.
+        # Workers have shared memory to remove. One process only has memory to free: for Python a second, for the kernel no time.
         alone = llm.vllm_config.parallel_config.world_size == 1
         if alone:
             logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it warns of a process that it kills
@@ -321,7 +321,7 @@ def _do_nothing() -> None:
 
 
 def _prepare_environment(config: RunConfig) -> None:
-    """Sets the variables that vLLM and torch read when they are imported, here and in forked processes, and removes all others of theirs."""
+    """Sets the variables that vLLM and torch read at their import, here and in forked processes, and removes all their others."""
     if unwanted := foreign(os.environ):
         logger.warning("not passed to the engine: %s (name in %s what it needs)", ", ".join(unwanted), PASSED)
     host = loopback()

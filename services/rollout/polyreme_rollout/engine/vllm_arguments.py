@@ -1,7 +1,7 @@
 """The arguments of vLLM's engine for a run.
 
-Invariant: pure. No option changes the distribution of a token or its log-probability. The configuration refuses options that vLLM does not
-support on a device.
+Invariant: pure. No option changes the distribution of a token or its log-probability. The configuration refuses options that vLLM
+does not support on a device.
 """
 
 import json
@@ -14,8 +14,8 @@ from polyreme.config.run import RunConfig
 BATCHED_TOKENS = 8192
 """Default of rollout.vllm.max_num_batched_tokens."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens per block of the key-value cache on CPU: the least for which vLLM has its fast attention. A group shares whole blocks of its prompt
-only, so vLLM's default of 128 would share nothing of a shorter prompt."""
+"""Tokens per block of the key-value cache on CPU: the least for which vLLM has its fast attention. A group shares whole blocks of
+its prompt only, so vLLM's default of 128 would share nothing of a shorter prompt."""
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The layers that may have adapters. Otherwise vLLM keeps room for them in the embedding and the output layer, too."""
@@ -74,8 +74,8 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool, s
 def with_planned_loras(config: RunConfig) -> RunConfig:
     """The configuration of a training service's sampler with a number as `rollout.vllm.max_loras`, from the model's config.json.
 
-    An adapter of rank r has r numbers for each input and output feature of a linear layer: about r (10 hidden + 3 inner + 4 key-value
-    features) in each layer of the usual families.
+    An adapter of rank r has r numbers for each input and output feature of a linear layer: about r (10 hidden + 3 inner + 4
+    key-value features) in each layer of the usual families.
     """
     options = config.rollout.vllm
     if options.max_loras is not None:

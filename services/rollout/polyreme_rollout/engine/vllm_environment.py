@@ -1,8 +1,8 @@
 """The environment variables of the vLLM engine.
 
-Invariant: pure. Of the variables that decide how vLLM and torch's process groups start, the engine gets those of Polyreme and those that
-the user names in PASSED, and no other: Kubernetes, for example, sets VLLM_PORT=tcp://... in every pod beside a service called `vllm`.
-Variables under which vLLM's sleep would fail, or damage weights, are refused by their names.
+Invariant: pure. Of the variables that decide how vLLM and torch's process groups start, the engine gets those of Polyreme and
+those that the user names in PASSED, and no other: Kubernetes, for example, sets VLLM_PORT=tcp://... in every pod beside a service
+called `vllm`. Variables under which vLLM's sleep would fail, or damage weights, are refused by their names.
 """
 
 from collections.abc import Mapping

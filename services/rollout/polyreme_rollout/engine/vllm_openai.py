@@ -1,7 +1,7 @@
 """The OpenAI-compatible /v1 of the vLLM engine: vLLM's own HTTP application on the engine of this process.
 
-Invariant: every request carries the salt of the served weights, and none is urgent (see `ReservedSlot`): a negative priority counts as 0. A request that cannot be answered gets an error of its own (400), and is
-never a failure of the server (500).
+Invariant: every request carries the salt of the served weights, and none is urgent (see `ReservedSlot`): a negative priority
+counts as 0. A request that cannot be answered gets an error of its own (400), and is never a failure of the server (500).
 """
 
 import asyncio

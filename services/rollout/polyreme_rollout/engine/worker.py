@@ -1,11 +1,11 @@
 """The vLLM worker's part of a weight swap: it maps the arena and reloads layer by layer. Mixed into vLLM's worker class.
 
-Invariant: no method raises, because one worker's exception would leave the answers of its peers unread; the answer carries the error
-instead. After a failed load the next load starts from a clean state.
+Invariant: no method raises, because one worker's exception would leave the answers of its peers unread; the answer carries the
+error instead. After a failed load the next load starts from a clean state.
 
-vLLM builds fused and packed tensors from Hugging Face tensors while it loads, and on CPU it keeps only the packed ones. The first load
-therefore runs vLLM's own loading, since only vLLM knows every packing. On CPU it is recorded, and later loads repeat its copies
-(`learned_copies`) if these have given the same result.
+vLLM builds fused and packed tensors from Hugging Face tensors while it loads, and on CPU it keeps only the packed ones. The first
+load therefore runs vLLM's own loading, since only vLLM knows every packing. On CPU it is recorded, and later loads repeat its
+copies (`learned_copies`) if these have given the same result.
 """
 
 import logging
@@ -74,7 +74,7 @@ class PolicyWorker:
         """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 
         Returns:
-            {"started": as time.perf_counter(), "seconds", "sampled": number of sampled tokens of each request} or {"error", "traceback"}.
+            {"started": as time.perf_counter(), "seconds", "sampled": number of tokens of each request} or {"error", "traceback"}.
         """
         started = time.perf_counter()
         try:
@@ -181,8 +181,8 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
 class DiscardedDraw(torch.Generator):
     """A generator for draws that are discarded: setting it back does nothing.
 
-    vLLM's sampler also draws for a prompt that a step leaves incomplete, discards the draw, and sets the request's generator back by an
-    offset. torch's generators have no offset on CPU, so the engine would crash.
+    vLLM's sampler also draws for a prompt that a step leaves incomplete, discards the draw, and sets the request's generator back
+    by an offset. torch's generators have no offset on CPU, so the engine would crash.
     """
 
     def get_offset(self) -> int:
@@ -193,8 +193,8 @@ class DiscardedDraw(torch.Generator):
 
 
 def spare_generators(runner: Any) -> None:
-    """Makes a model runner of vLLM on CPU draw for incomplete prompts from `DiscardedDraw`. Call it once. A seeded sample is then the same
-    whether its prompt was computed in one step or in several."""
+    """Makes a model runner of vLLM on CPU draw for incomplete prompts from `DiscardedDraw`. Call it once. A seeded sample is then
+    the same whether its prompt was computed in one step or in several."""
     sample_tokens = runner.sample_tokens
 
     def sampling(*arguments: object, **options: object) -> object:

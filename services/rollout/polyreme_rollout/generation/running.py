@@ -1,7 +1,7 @@
 """The sequences that a replica is sampling, over all calls, and what a change of the policy does to them.
 
-Invariant: a sequence is listed from its start until its task has ended. A sequence whose tokens all come from one version says so, also
-when the policy changes while it waits for the engine or for its last tokens to be delivered.
+Invariant: a sequence is listed from its start until its task has ended. A sequence whose tokens all come from one version says
+so, also when the policy changes while it waits for the engine or for its last tokens to be delivered.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from polyreme_rollout.generation.sequences import SequenceProgress
 from polyreme_rollout.metrics import ReplicaMetrics
 
 GATHER_SECONDS = 0.2
-"""Seconds that tokens may wait for others of their call, if the caller does not say. The death of a replica loses this much more generation."""
+"""Default seconds that tokens may wait for others of their call. The death of a replica loses this much more generation."""
 MOST_GATHER_SECONDS = 60.0
 
 
@@ -134,8 +134,8 @@ class RunningSequences:
     def change_policy(self, version: int, sampled: Mapping[str, int]) -> None:
         """Handles a change of the policy to `version`. `sampled`: tokens of each engine request at that moment.
 
-        A request without a token starts again: its computed or cached prompt belongs to the previous version, while all its tokens would
-        belong to this one. A request that has ended keeps the previous version: its last tokens may still be on their way.
+        A request without a token starts again: its computed or cached prompt belongs to the previous version, while all its
+        tokens would belong to this one. An ended request keeps the previous version: its last tokens may still be on their way.
         """
         for sequence in self:
             exact = sequence.call.exact_version

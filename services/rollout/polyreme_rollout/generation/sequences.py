@@ -1,7 +1,7 @@
 """The progress of one sequence: chunks to send, and the policy version of each token. Pure.
 
-Invariant: every token leaves in exactly one chunk, in order; a chunk has at least CHUNK_TOKENS tokens unless it is the last of its
-sequence; version spans are contiguous from the first sampled token.
+Invariant: every token leaves in exactly one chunk, in order; a chunk has at least CHUNK_TOKENS tokens unless it is the last of
+its sequence; version spans are contiguous from the first sampled token.
 """
 
 import struct

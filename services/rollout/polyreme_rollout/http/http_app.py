@@ -40,7 +40,7 @@ def make_app(
         ready: whether a version is served.
         version: waits for a running swap to end and returns the served version.
         metrics: the content of /metrics.
-        openai: creates the application of /v1. Called at the first request to /v1 or /openapi.json, because its imports take seconds.
+        openai: creates the /v1 application. Called at the first request to /v1 or /openapi.json, since its imports take seconds.
     """
     own = _own_app(healthy, ready, metrics)
     lock = asyncio.Lock()
@@ -145,8 +145,8 @@ def _read(body: bytes) -> object:
 def rewritten(body: bytes) -> bytes:
     """The body of a chat request for the engine's application. A body without a list of messages is returned unchanged.
 
-    Tools reach the template as the request has them, where the application would reorder and fill their fields. Without a `tool_choice` it is
-    `none`: the reply has the policy's text, and no parser reads calls from it.
+    Tools reach the template as the request has them, where the application would reorder and fill their fields. Without a
+    `tool_choice` it is `none`: the reply has the policy's text, and no parser reads calls from it.
 
     Raises:
         DataError: as `_read`; a message has no text, or another part than text; or a tool or a call cannot be read.
@@ -164,7 +164,7 @@ def rewritten(body: bytes) -> bytes:
 
 
 def _messages(chat: Chat) -> list[dict[str, object]]:
-    """The messages as the application's schema has them: arguments are JSON text, which it reads again, and every call has an id."""
+    """The messages in the application's schema: arguments are JSON text, which it reads again, and every call has an id."""
     return [
         message
         if "tool_calls" not in message

@@ -1,7 +1,7 @@
 """The configuration with which a model directory is served without a run.
 
-Invariant: an export of a run is served with that run's settings, that of a stage on the stage's device in its dtype and with its day. Every
-other model is served with the defaults, within its own context.
+Invariant: an export of a run is served with that run's settings, that of a stage on the stage's device in its dtype and with its
+day. Every other model is served with the defaults, within its own context.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Names the policy version in every reply of /v1: in a header, and as `system_fingerprint` of completions. Refuses versions that a
-request excludes.
+"""Names the policy version in every reply of /v1: in a header, and as `system_fingerprint` of completions. Refuses versions that
+a request excludes.
 
-Invariant: each token of a reply was sampled by a version between the first and the last named one, and by no version that the request
-excludes.
+Invariant: each token of a reply was sampled by a version between the first and the last named one, and by no version that the
+request excludes.
 """
 
 import json

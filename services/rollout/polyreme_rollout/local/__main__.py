@@ -31,7 +31,7 @@ from polyreme_rollout.local.weights import SavedWeights
 
 
 async def serve(config: ServeConfig, engine: InferenceEngine, url: str) -> None:
-    """Answers requests until a signal. What it waits for GRACE_SECONDS later is cancelled: its requests are answered after the next start."""
+    """Answers requests until a signal. What it awaits GRACE_SECONDS later is cancelled: the next start answers its requests."""
     stop = stop_event()
     async with until_set(stop, GRACE_SECONDS):
         path = config.model.path

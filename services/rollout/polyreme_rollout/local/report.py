@@ -60,7 +60,7 @@ class SamplerReport:
 
     @property
     def is_due(self) -> bool:
-        """Whether the answers that wait have to be sent also while others are sampled: there are many, or the oldest one waits too long."""
+        """Whether waiting answers must be sent also while others are sampled: there are many, or the oldest waits too long."""
         if not self._waiting:
             return False
         first = self._waiting[0]

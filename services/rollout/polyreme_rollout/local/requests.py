@@ -1,11 +1,11 @@
 """The sampler of the training service: answers the requests of its log with an inference engine.
 
-Where the engine takes an adapter with each request, those of several models run together on the base model, as many as it has room for. Any
-other model is loaded alone: its requests run together. A request whose model has no room waits until running ones have ended, and no later
-one starts before it.
+Where the engine takes an adapter with each request, those of several models run together on the base model, as many as it has
+room for. Any other model is loaded alone: its requests run together. A request whose model has no room waits until running ones
+have ended, and no later one starts before it.
 
-Invariant: an answer depends on its request alone. So a request that is executed again after a restart has the same answer, up to the
-engine's rounding.
+Invariant: an answer depends on its request alone. So a request that is executed again after a restart has the same answer, up to
+the engine's rounding.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
-"""Most samples that run at once, unless one request asks for more: the engine takes them in the order in which they arrive, so a tenant with one
-request waits behind as many of the others."""
+"""Most samples that run at once, unless one request asks for more: the engine takes them in the order in which they arrive, so a
+tenant with one request waits behind as many of the others."""
 MAX_VERSIONS = 4
 """How often an adapter is loaded again that is saved again while it is loaded."""
 
@@ -100,8 +100,8 @@ class ServedSampler:
             await end_all([*self._running, *self._loading.values()])
 
     async def _start_waiting(self, requests: OpenRequests) -> bool:
-        """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs. Returns whether others wait
-        until running ones have ended."""
+        """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs. Returns
+        whether others wait until running ones have ended."""
         started = {each.id for each in self._running.values()}
         await requests.look()
         waiting = in_turns([place for place in requests.places if place.id not in started])

@@ -73,7 +73,7 @@ class SampleRequest:
 
 
 def fitting(loads: Sequence[int], running: int, most: int) -> int:
-    """How many of the requests that wait in this order fit into the room of an engine; one that is larger than the room runs alone.
+    """How many of the requests that wait in this order fit into the room of an engine; one larger than the room runs alone.
 
     Args:
         loads: sequences of each waiting request.
@@ -90,8 +90,8 @@ def fitting(loads: Sequence[int], running: int, most: int) -> int:
 def admitted(adapters: Sequence[Path | None], running: Set[Path], most: int) -> list[int]:
     """The places of the requests that start now, of those that wait in this order.
 
-    An engine has room for a number of adapters. While it has none for the first request, no other one starts, so that this one waits for
-    running requests only.
+    An engine has room for a number of adapters. While it has none for the first request, no other one starts, so that this one
+    waits for running requests only.
 
     Args:
         adapters: of each waiting request; None: it needs none.

@@ -1,4 +1,4 @@
-"""The weights of a saved model, in shared memory for an inference engine: the base model's, with an adapter merged into them, or a model's own.
+"""A saved model's weights, in shared memory for an inference engine: the base model's with an adapter merged in, or its own.
 
 Invariant: a merged weight is W + scale B A, computed in float32 and rounded to the engine's dtype, as the trainer merges it.
 """

@@ -1,8 +1,8 @@
-"""A simulated inference engine without a model, for tests and scale runs of everything around an engine. It does not import torch.
+"""A simulated inference engine without a model, for tests and scale runs of everything around it. It does not import torch.
 
-Invariant: tokens are a function of (weights, seed, previous tokens), at temperature 0 of (weights, previous tokens) alone. A sequence
-that continues from a prefix, here or on another engine with the same weights, can therefore be checked token by token, and so can
-a swap within a sequence. Time and failures follow a schedule; nothing is random.
+Invariant: tokens are a function of (weights, seed, previous tokens), at temperature 0 of (weights, previous tokens) alone. A
+sequence that continues from a prefix, here or on another engine with the same weights, can therefore be checked token by token,
+and so can a swap within a sequence. Time and failures follow a schedule; nothing is random.
 """
 
 import asyncio

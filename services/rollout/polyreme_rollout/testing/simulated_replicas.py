@@ -21,7 +21,7 @@ from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine, end_id, for_run
 
 _START_INTERVAL = 0.02
-"""Seconds between two replicas' starts. A thousand at once take so much of each other's time that their connections to Redis time out."""
+"""Seconds between replicas' starts. A thousand at once take so much of each other's time that connections to Redis time out."""
 
 
 def simulation(

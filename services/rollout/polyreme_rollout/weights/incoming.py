@@ -1,7 +1,7 @@
 """A part or a delta that arrives by stream, and the memory that receives it.
 
-Invariant: a buffer is complete when all its bytes match their digests, and only then has a location for the engine. One thread at a time
-writes to it.
+Invariant: a buffer is complete when all its bytes match their digests, and only then has a location for the engine. One thread at
+a time writes to it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ THREADS = max(1, min(32, len(os.sched_getaffinity(0)) // 2))
 
 
 class Arrival:
-    """The progress of one buffer, whose bytes arrive in order. A thread hashes them, and other replicas may fetch the verified ones."""
+    """The progress of a buffer, whose bytes arrive in order. A thread hashes them, and other replicas may fetch verified ones."""
 
     def __init__(self, assembly: RangeAssembly, data: memoryview) -> None:
         self.assembly = assembly

@@ -91,7 +91,7 @@ async def fetch(
 
     Args:
         seconds: timeout of the whole transfer.
-        largest: bytes of the largest tensor or frame, which a source that is still receiving verifies completely before it sends any of it.
+        largest: bytes of the largest tensor or frame, which a still receiving source verifies completely before it sends any.
 
     Raises:
         SourceError: also when the source sends nothing for too long.

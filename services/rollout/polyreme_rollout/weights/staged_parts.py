@@ -63,7 +63,7 @@ class StagedParts:
         return self._id.version if self._id and complete else -1
 
     def take(self, id: VersionId) -> tuple[ArenaSource, ...]:
-        """All parts of the version, in order. Raises Refusal(FAILED_PRECONDITION) when they are incomplete or do not fit the model."""
+        """The version's parts, in order. Raises Refusal(FAILED_PRECONDITION) when they are incomplete or do not fit the model."""
         if id != self._id:
             found = f"version {self._id.version} of term {self._id.term}" if self._id else "nothing"
             raise Refusal("FAILED_PRECONDITION", f"expected version {id.version} of term {id.term} to be staged; found {found}")
@@ -79,7 +79,8 @@ class StagedParts:
         if missing or unknown:
             raise Refusal(
                 "FAILED_PRECONDITION",
-                f"expected the tensors of this replica's model in version {id.version}; missing {_some(missing)}, unknown {_some(unknown)}",
+                f"expected the tensors of this replica's model in version {id.version}; missing {_some(missing)}, unknown"
+                f" {_some(unknown)}",
             )
         return tuple(self._parts[part] for part in range(parts))
 

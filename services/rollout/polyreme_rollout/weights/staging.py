@@ -54,7 +54,7 @@ class Staging:
         return self.receiver.outgoing
 
     def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
-        """Checks that the arena at `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
+        """Checks that the arena `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
         self.admit(run_id, term)
         try:
             self._arenas.with_nonce(path, nonce)
@@ -90,9 +90,9 @@ class Staging:
         Generation continues.
 
         Raises:
-            Refusal: ABORTED; FAILED_PRECONDITION, also when the base of a delta is missing; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the
-                bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer
-                stream has started.
+            Refusal: ABORTED; FAILED_PRECONDITION, also when the base of a delta is missing; RESOURCE_EXHAUSTED: no room;
+                DATA_LOSS: the bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part;
+                CANCELLED: a newer stream has started.
         """
         stream: AbstractAsyncContextManager[Incoming]
         if isinstance(content, DeltaManifest):

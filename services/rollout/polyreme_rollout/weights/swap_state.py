@@ -10,8 +10,8 @@
                                                     +-- no version could be loaded --> EMPTY
 ```
 
-A load that ends after the grant of the devices stays LOADING, until a later commit or resume loads again. So does CHECKING lead back to
-LOADING when a resume was cancelled. A dead engine leads from LOADING and CHECKING to EMPTY.
+A load that ends after the grant of the devices stays LOADING, until a later commit or resume loads again. So does CHECKING lead
+back to LOADING when a resume was cancelled. A dead engine leads from LOADING and CHECKING to EMPTY.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """Receives versions by stream into the replica's own memory, whole or as deltas.
 
 Invariant:
-- A buffer that holds the served version, or one that the engine is loading, is not written. A delta is applied in place to a base that is
-  not served. If its base is served, it is applied to the version before, after the delta between the two, or else to a copy of its base.
+- A buffer that holds the served version, or one that the engine is loading, is not written. A delta is applied in place to a base
+  that is not served; otherwise to the version before, after the delta between the two, or else to a copy of its base.
 - A part has one stream at a time. A newer stream ends an older one, whose connection may be dead without notice.
-- The bytes of a broken stream stay unstaged until other bytes replace them; the next stream of the same part continues after them.
+- The bytes of a broken stream stay unstaged until other bytes replace them; the next stream of that part continues after them.
 - At most one buffer per part is idle. A part keeps the payload of at most one complete delta, until the whole part arrives.
 """
 
@@ -145,7 +145,7 @@ class WeightReceiver:
             self.outgoing.offer(_delta_id(delta), payload.arrival.outgoing)
 
     async def _apply(self, manifest: Manifest, steps: list[Payload], bases: list[Buffer]) -> Buffer:
-        """Applies the last step, a delta from `bases`, and before it the other one, if that makes a copy of a base unnecessary."""
+        """Applies the last step, a delta from `bases`, and before it the other one, if that saves a copy of a base."""
         in_use = self._in_use()
         idle = [buffer for buffer in self.buffers[manifest.part] if buffer.arena.nonce not in in_use]
         for first in range(len(steps) - 1, -1, -1):

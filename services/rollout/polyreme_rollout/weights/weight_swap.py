@@ -1,13 +1,13 @@
 """A replica's change of policy: commits all parts of a staged version at once, or rolls back.
 
 Invariant:
-- The replica serves a whole version with verified digests, or nothing. A failed swap restores the previous version; when that fails
-  too, the replica serves nothing until a later version is committed.
+- The replica serves a whole version with verified digests, or nothing. A failed swap restores the previous version; when that
+  fails too, the replica serves nothing until a later version is committed.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
-- Between `paused_for_devices` and the next commit or `resume_if_paused`, nothing is sampled and no request is accepted. Neither of them
-  continues sampling while the replica may not use the devices.
-- The tokens that a version samples are delivered only after its canary has passed. Requests may wait in the engine for it meanwhile. A
-  replica whose canary fails serves nothing until a later swap passes.
+- Between `paused_for_devices` and the next commit or `resume_if_paused`, nothing is sampled and no request is accepted. Neither
+  of them continues sampling while the replica may not use the devices.
+- The tokens that a version samples are delivered only after its canary has passed. Requests may wait in the engine for it
+  meanwhile. A replica whose canary fails serves nothing until a later swap passes.
 
 `swap_state` has the states between which a swap moves.
 """
@@ -41,7 +41,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Committed:
-    """`stall_seconds`: from the end of sampling to the engine's answer that it continues; `reload_seconds`: the load of the slowest worker.
+    """`stall_seconds`: from sampling's end to the engine's answer that it continues; `reload_seconds`: the slowest worker's load.
 
     `canary_difference`: see `Canary.check`; None without a canary.
     """
@@ -121,7 +121,7 @@ class WeightSwapper:
         await self._phase.until_steady()
 
     async def open_salt(self) -> str:
-        """The salt of a request that is submitted now, whose tokens wait for `until_steady`. Waits for the load of a running swap."""
+        """The salt of a request submitted now, whose tokens wait for `until_steady`. Waits for the load of a running swap."""
         await self._phase.until_admitting()
         return self.salt
 
@@ -131,7 +131,7 @@ class WeightSwapper:
         return self.salt
 
     async def reach(self, version: int) -> int | None:
-        """The engine's policy, once a request for `version` or newer may be submitted; the policy that is there, or None, on timeout.
+        """The engine's policy, once a request for `version` or newer may be submitted; the present policy, or None, on timeout.
 
         Waits for the load of a running swap. Waits up to `commit_seconds` for that of `version`, and only if it is staged.
         """
@@ -159,8 +159,8 @@ class WeightSwapper:
         """Swaps the staged version in. Completes even when the caller disconnects.
 
         Raises:
-            Refusal: ABORTED, INVALID_ARGUMENT; FAILED_PRECONDITION, also when the devices may not be used; INTERNAL: the swap or its
-                canary failed; the message names the version that is served now.
+            Refusal: ABORTED, INVALID_ARGUMENT; FAILED_PRECONDITION, also when the devices may not be used; INTERNAL: the swap or
+                its canary failed; the message names the version that is served now.
             EngineDeadError: the engine has died.
         """
         return await asyncio.shield(asyncio.ensure_future(self._commit(run_id, id, canary)))
@@ -191,7 +191,7 @@ class WeightSwapper:
 
     @asynccontextmanager
     async def paused_for_devices(self) -> AsyncIterator[None]:
-        """In the block no swap runs, nothing is sampled, and new requests wait. After it, a commit or `resume_if_paused` continues sampling.
+        """In the block no swap and no sampling runs, and new requests wait. Then a commit or `resume_if_paused` resumes sampling.
 
         Raises EngineDeadError.
         """

@@ -1,7 +1,7 @@
 """The gRPC side of weight swaps.
 
-Invariant: every refusal of the weight swapper becomes a gRPC status with its message. A stream that sends nothing for too long ends with a
-status.
+Invariant: every refusal of the weight swapper becomes a gRPC status with its message. A stream that sends nothing for too long
+ends with a status.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
-    """Args: swapper, which is also an attribute; metrics; on_change: called after every commit, successful or failed; security: of the other
-    replicas' ports; limits: None: those of a run."""
+    """Args: swapper, which is also an attribute; metrics; on_change: called after every commit, successful or failed; security:
+    of the other replicas' ports; limits: None: those of a run."""
 
     def __init__(
         self,

@@ -187,7 +187,7 @@ def _content(message: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _text(block: Mapping[str, object]) -> _Block:
-    """A block without what is not for the policy, such as `cache_control`. One that is no text is refused with the conversation."""
+    """A block without what is not for the policy, like `cache_control`. One that is no text is refused with the conversation."""
     return {"type": block.get("type"), "text": block.get("text")}
 
 

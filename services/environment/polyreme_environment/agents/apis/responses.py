@@ -1,6 +1,6 @@
 """OpenAI's Responses: input items, function tools, and answers that a later request names. See `Api`.
 
-An answer is up to three kinds of items: the thought, the message and the calls. Items of an answer that come back are one message again.
+An answer is up to three kinds of items: thought, message and calls. Items of an answer that come back are one message again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
