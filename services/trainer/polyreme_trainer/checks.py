@@ -246,7 +246,7 @@ def _check_rows(sources: tuple[DataSource, ...], config: StageConfig, template: 
 
 
 def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
-    """Yields an error for each setting that needs experts where the model has none. Raises ConfigError for a model that is unknown."""
+    """Yields an error for each setting that needs experts where the model has none. Raises ConfigError for an unknown model."""
     arch = load_architecture(config.model.path)
     replays = isinstance(config, RunConfig) and config.trainer.moe.replay_routes
     if (config.trainer.moe.is_set or replays) and not arch.experts:

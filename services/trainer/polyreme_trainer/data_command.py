@@ -178,7 +178,7 @@ def held_out_sets(config: RunConfig | StageConfig) -> dict[str, Sources]:
 
 
 def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> Iterator[str]:
-    """The report as lines of text. `held_out`: by name, the reports on data that must share no row with it, or the errors in their place."""
+    """The report as lines of text. `held_out`: by name, the reports on data that must share no row with it, or their errors."""
     lengths = np.array(found.lengths)
     low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
     yield f"rows        {len(lengths):,}"
@@ -207,7 +207,7 @@ def _named(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def tokens_text(example: Example, texts: Sequence[str]) -> Text:
-    """A sequence with a background for each token; tokens that are trained on are green. A bar separates tokens without colours."""
+    """A sequence with a background per token; tokens that are trained on are green. A bar separates tokens without colours."""
     shown = Text("example     " + (f"(the first {len(texts)} tokens) " if len(texts) < len(example.ids) else ""))
     for place, text in enumerate(texts):
         trained = bool(example.loss_mask[place])

@@ -90,7 +90,7 @@ def discounted_returns(rewards: Float64, mask: Mask, offsets: Int64, gamma: floa
 
 
 def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
-    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values. Vectorised over runs: one step per token of the longest run."""
+    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values. Vectorised: one step per token of the longest run."""
     sums = values.copy()
     order = np.argsort(-counts, kind="stable")
     ends, descending = np.cumsum(counts)[order], -counts[order]
@@ -102,7 +102,7 @@ def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
 
 
 def length_adaptive_lambda(lengths: Int64, alpha: float) -> Float64:
-    """float64 [n], `max(0, 1 - 1 / (alpha l))` for responses of l tokens: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
+    """float64 [n], `max(0, 1 - 1 / (alpha l))` for l-token responses: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)))
 
 
@@ -130,7 +130,7 @@ def group_centred(scores: Float64, group: Int64) -> Float64:
 
 
 def leave_one_out(scores: Float64, group: Int64) -> Float64:
-    """`r` minus the mean of the group's other samples: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740). Raises as `group_normalised`."""
+    """`r` minus the mean of the group's others: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740). Raises as `group_normalised`."""
     groups = _with_peers(group)
     sizes = groups.sizes[groups.member_of]
     return group_centred(scores, group) * sizes / (sizes - 1)
@@ -151,7 +151,7 @@ def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
 def best_of_group(scores: Float64, group: Int64) -> Float64:
     """The group's best score minus the best score of its other samples: 0 for all samples but a single best one.
 
-    The leave-one-out gradient of the expected maximum over the group, Tang et al. 2025 (arXiv 2503.19595). Raises as `group_normalised`.
+    The leave-one-out gradient of the group's expected maximum, Tang et al. 2025 (arXiv 2503.19595). Raises as `group_normalised`.
     """
     groups, advantages = _with_peers(group), np.zeros(len(scores))
     order = np.lexsort((scores, groups.member_of))
@@ -224,7 +224,7 @@ def turn_normalised(
 
 
 def positives(scores: Float64, threshold: float) -> Float64:
-    """1 for a score above the threshold, else 0. RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates only the accepted samples."""
+    """1 for scores above the threshold, else 0. RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates only the accepted samples."""
     return (scores > threshold).astype(np.float64)
 
 

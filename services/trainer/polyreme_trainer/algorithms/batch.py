@@ -46,7 +46,7 @@ class TokenBatch:
         final_values: float32 [n], the critic's value of the state after the last token.
         token_rewards: float32 [t], process rewards, and each turn's reward at the turn's last token: a part of the score. The rest of it
             belongs to the last trained token.
-        turn: int64 [t], the number of the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
+        turn: int64 [t], the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
         ids: int64 [t], the predicted tokens.
         parts: float64 [n, k], the named components of the reward, unweighted.
         part_names: k names.

@@ -55,9 +55,9 @@ def correct(corrections: Sequence[Correction], inputs: LossInputs) -> tuple[Tens
     """The product of the factors, [t], and metrics of the weights.
 
     Metrics: `importance_weight` and `importance_weight_max` are w's mean and maximum. `off_policy_kl` is the k3 estimate of
-    KL(behaviour || old). `mismatch_kl` is the same over the sequences that the policy before the step sampled completely, so it measures the
-    difference between the engines. With corrections there are also `correction_factor`, `dropped_token_fraction`,
-    `dropped_sequence_fraction` and, where a weight has a cap, `truncated_fraction`: the fraction of tokens whose weight was truncated.
+    KL(behaviour || old). `mismatch_kl` is the same over the sequences that the policy before the step sampled completely, so it
+    measures how the engines differ. With corrections there are also `correction_factor`, `dropped_token_fraction`,
+    `dropped_sequence_fraction` and, with a cap, `truncated_fraction`: the fraction of tokens whose weight was truncated.
     """
     log_w = log_weights(inputs)
     w, k3 = _exp(log_w), estimate("k3", inputs.behaviour, inputs.old.detach())

@@ -43,8 +43,8 @@ def clip(
 ) -> TokenLoss:
     """`max(-A r, -A clip(r, 1 - low, 1 + high))`: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7.
 
-    Unequal bounds are DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual`, the loss of a token with A < 0 is at
-    most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5. With `ratio="sequence"`, r is that of `sequence_log_ratio`.
+    Unequal bounds are DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual`, `-A dual` bounds the loss
+    for A < 0: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5. For `ratio="sequence"`, r is `sequence_log_ratio`'s.
 
     `clip_fraction` counts the tokens whose clipped branch is larger, which removes their gradient. `dual_clip_fraction` counts the tokens at
     the bound of the dual clip.
@@ -71,7 +71,7 @@ def sequence_log_ratio(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def geometric_mean(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenLoss:
-    """`-A exp(mean of clipped log-ratios)`, with the mean over the sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
+    """`-A exp(mean of clipped log-ratios)`, with the mean over a sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
 
     A token's log-ratio is clipped to [-low, high] on the side on which PPO clips: above for A > 0, below for A < 0.
     """
@@ -82,7 +82,7 @@ def geometric_mean(inputs: LossInputs, anchor: Tensor, low: float, high: float) 
 
 
 def cispo(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenLoss:
-    """`-clip(r, 1 - low, 1 + high) A log p`, without gradient through the clip: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
+    """`-clip(r, 1 - low, 1 + high) A log p`, without gradient through `clip`: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
 
     Clipping bounds a token's weight and never removes its gradient.
     """
@@ -93,14 +93,14 @@ def cispo(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenL
 
 
 def sapo(inputs: LossInputs, anchor: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """`-(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347). A soft gate replaces the clip."""
+    """`-(4 / tau) sigmoid(tau (r - 1)) A` instead of a clip, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347)."""
     ratio, advantages = bounded_exp(inputs.logprobs - anchor), inputs.advantages
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     return TokenLoss(-4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages)
 
 
 def tv_mask(inputs: LossInputs, anchor: Tensor, low: float, high: float, cap: float) -> TokenLoss:
-    """`-min(r, cap) A log p` without the tokens that the update would move further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
+    """`-min(r, cap) A log p` without tokens that the update would move further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
 
     A token is masked when A > 0 and its probability is more than `high` above the sampler's, or when A < 0 and its probability is more than
     `low` below the sampler's, which is the anchor. r is the ratio to the sampler, without gradient.

@@ -22,7 +22,7 @@ class StageInputs:
     """r rows of one or two sequences each, with t output numbers of the model in total.
 
     Attributes:
-        output: [t], log-probabilities of the trained tokens, or with a value head the score of each sequence; carries the gradient.
+        output: [t], log-probabilities of the trained tokens, or with a value head each sequence's score; carries the gradient.
         sequence: int64 [t], the index of each number's sequence within the micro-batch.
         sequences: the number of sequences. Of two sequences in a row, the first is the chosen one.
         columns: name -> float32 [r].

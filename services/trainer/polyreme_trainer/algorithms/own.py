@@ -56,7 +56,7 @@ class UserAlgorithm(Algorithm):
         return sequence_sums(batch.trained & (advantages.weight > 0), batch.offsets) > 0
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """As `Algorithm.loss`. Raises RunFailedError when the user's result is not a finite scalar with a gradient, and metrics."""
+        """As `Algorithm.loss`. Raises RunFailedError unless the user's result is a finite scalar with a gradient, and metrics."""
         if self.own_loss is None:
             return super().loss(inputs)
         result = self.own_loss(inputs)

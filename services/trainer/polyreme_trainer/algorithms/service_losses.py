@@ -21,7 +21,7 @@ Options = Mapping[str, float]
 
 
 ServiceLoss = Callable[[Tensor, Inputs, Options, Tensor], Tensor]
-"""(p [t], inputs [t] each, options, the sequence of each token int64 [t]) -> losses to be minimised and summed; differentiable in p."""
+"""(p [t], inputs [t] each, options, the sequence of each token int64 [t]) -> losses to minimise and sum; differentiable in p."""
 
 
 def cross_entropy(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def importance_sampling(p: Tensor, inputs: Inputs, options: Options, sequence: T
 
 
 def ppo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
-    """-min(r A, clip(r, low, high) A): Schulman et al. 2017 (arXiv 1707.06347), equation 7. The thresholds bound the ratio itself."""
+    """-min(r A, clip(r, low, high) A): Schulman et al. 2017 (arXiv 1707.06347), equation 7. The thresholds bound r itself."""
     ratio, advantages = bounded_exp(p - inputs["logprobs"]), inputs["advantages"]
     return -torch.minimum(ratio * advantages, _clipped(ratio, options) * advantages)
 

@@ -36,7 +36,7 @@ def overlong_penalty(lengths: Int64, longest: int, buffer: int, factor: float) -
 def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, factor: float) -> Float64:
     """`-factor` times the fraction of a response's n-grams that are repetitions, float64 [n]; 0 for a response without n-grams.
 
-    Yeo et al. 2025 (arXiv 2502.03373), section 4.3, applied per sequence. N-grams consist of trained tokens; masked ones are skipped.
+    Yeo et al. 2025 (arXiv 2502.03373), section 4.3, per sequence. N-grams consist of trained tokens; masked ones are skipped.
 
     Args:
         ids: int64 [t], the predicted tokens.

@@ -1,7 +1,7 @@
 """The layout that the files of a Megatron checkpoint show, and the rank of each file.
 
-The names of the directories, the number of entries, and the numbers and widths of the experts in a file determine the layout. The matrices of
-several experts (`grouped_experts`) show only the product of two numbers, so the number of expert ranks comes from elsewhere.
+The directories' names, the number of entries, and the numbers and widths of a file's experts determine the layout. The matrices
+of several experts (`grouped_experts`) show only the product of two numbers, so the number of expert ranks comes from elsewhere.
 
 Invariant: the files are those of all ranks of one layout, and of no other. Megatron's arguments in the files, and the numbers of ranks that
 the caller gives, do not contradict it.
@@ -201,7 +201,7 @@ def _one_layer(file: RankFile) -> Iterator[tuple[list[Tensor], str]]:
 
 
 def _coordinates(numbers: Numbers, experts: int) -> Numbers:
-    """The tensor, pipeline and expert rank in a directory's name. Without pipeline or expert ranks, their number may be absent."""
+    """The tensor, pipeline and expert rank in a directory name. Without pipeline or expert ranks, their number may be absent."""
     if len(numbers) == 2 and experts > 1:
         return numbers[0], 0, numbers[1]
     return (*numbers, 0, 0)[:3]

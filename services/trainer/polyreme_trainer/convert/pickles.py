@@ -69,7 +69,7 @@ _PICKLE: object = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _
 
 
 def load(file: Path) -> Any:
-    """The content of a file of torch.save. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
+    """The content of a torch.save file. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
     try:
         if zipfile.is_zipfile(file):
             _check_archive(file)

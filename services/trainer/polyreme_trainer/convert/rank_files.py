@@ -33,7 +33,7 @@ def _has_ranks(folder: Path) -> bool:
 
 
 def folder_of_iteration(source: Path, iteration: int | None) -> Path:
-    """The directory of the ranks' files: `source` itself, the requested iteration in it, or the one that the tracker file names."""
+    """The directory of the ranks' files: `source` itself, the requested iteration in it, or the one in the tracker file."""
     if _has_ranks(source):
         return source
     tracker = source / TRACKER

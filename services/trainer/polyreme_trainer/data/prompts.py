@@ -80,7 +80,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Example:
-    """A supervised sequence: `ids` int32 [length] is prompt, response and end token; `loss_mask` uint8 [length] is 1 after the prompt."""
+    """A supervised sequence: `ids` int32 [t] is prompt, response and end token; `loss_mask` uint8 [t] is 1 after the prompt."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
@@ -219,7 +219,7 @@ def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
 
 
 def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Sequence[Source]) -> list[Result]:
-    """Applies `apply` to all rows at once, if there are any. When that fails, finds the first bad row, so that the DataError names it."""
+    """Applies `apply` to all rows at once, if there are any. When that fails, raises a DataError that names the first bad row."""
     try:
         return apply(rows) if rows else []
     except DataError:

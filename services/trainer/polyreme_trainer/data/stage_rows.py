@@ -1,6 +1,6 @@
 """Rows of a stage as token sequences, in the order of their file.
 
-Invariant: a row keeps all of its sequences or is omitted, and omitted rows are counted. The sequences are on disk, see `token_store`.
+Invariant: a row keeps all its sequences or is omitted; omitted rows are counted. The sequences are on disk, see `token_store`.
 """
 
 from array import array
@@ -127,7 +127,7 @@ def assemble(
 
 
 def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[Answer]) -> list[Example]:
-    """Each prompt with its response as the template formats them. The response and its end token are trained on. Raises DataError."""
+    """Each prompt with its response as the template formats them. The response and end token are trained on. Raises DataError."""
     examples = []
     for ids, start in template.encode_conversations(template.converse(prompts, responses)):
         mask = np.zeros(len(ids), dtype=np.uint8)

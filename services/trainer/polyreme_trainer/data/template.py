@@ -136,10 +136,10 @@ class Template:
     def encode_turns(self, conversations: Sequence[Chat]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each conversation as int32 ids [length], and a mask uint8 [length] that is 1 for tokens of the assistant's turns.
 
-        A turn's tokens are those that follow the prompt before it, up to its end token. The ids end with the last turn's end token.
+        A turn's tokens follow the prompt before it, up to its end token. The ids end with the last turn's end token.
 
         Raises:
-            DataError: there is no chat template, it refuses the messages, or it formats an earlier answer differently from the last.
+            DataError: there is no chat template, it refuses the messages, or it formats an earlier answer unlike the last.
         """
         if not self.is_chat:
             raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
@@ -148,7 +148,7 @@ class Template:
         return [self._mark_turns(*each) for each in zip(chats, wholes, self._encodings(wholes), strict=True)]
 
     def encode_whole(self, prompts: Sequence[PromptSource], answers: Sequence[Answer]) -> list[np.ndarray]:
-        """Each conversation as int32 ids [length] for a reward model: everything that the chat template writes, also after the end token.
+        """Each conversation as int32 ids [length] for a reward model: all that the template writes, also after the end token.
 
         Under `template: none` it ends with the end token. Raises DataError as `converse`.
         """
@@ -189,7 +189,7 @@ class Template:
         return [*texts[:-1], whole[sum(map(len, texts[:-1])) :]] if texts else []
 
     def text_stream(self, *, special: bool) -> Callable[[int], str]:
-        """A function that gets the ids of a text in turn and returns the text that each one completes, with or without special tokens.
+        """A function that gets a text's ids in turn and returns the text that each one completes, with or without special tokens.
 
         From bytes that are no text on, it returns nothing more.
         """

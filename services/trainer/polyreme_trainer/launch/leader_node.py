@@ -57,7 +57,7 @@ async def lead(
 
     Raises:
         UnavailableError: a machine did not answer. MachineError: a machine was lost, or its ranks failed.
-        StaleTermError: another process is now the leader. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
+        StaleTermError: another process now leads. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
         killed.
     """
     machines = Machines(run, times)

@@ -39,7 +39,7 @@ class Sender(Protocol):
     """Delivers notices to one receiver."""
 
     async def send(self, notice: Notice) -> None:
-        """Makes one attempt. Raises UnavailableError when another attempt may succeed, another PolyremeError or OSError when it cannot."""
+        """Makes one attempt. Raises UnavailableError when the next may succeed, another PolyremeError or OSError otherwise."""
 
 
 class Notifier:
@@ -70,7 +70,7 @@ class Notifier:
         self._queue(self._rules.of_records(records))
 
     async def close(self, end: tuple[RunState, str] | None, seconds: float = CLOSE_SECONDS) -> None:
-        """Queues the notice about the run's end (None: the run's end is not known), sends the remaining notices within `seconds`, and stops."""
+        """Queues the notice about the run's end (None: unknown), sends the remaining notices within `seconds`, and stops."""
         if end is not None:
             self._queue([self._rules.of_end(*end, time.time())])
         with suppress(TimeoutError):

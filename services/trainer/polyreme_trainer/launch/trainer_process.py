@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _STATE_POLL_SECONDS = 1.0
 _REPLICAS_POLL_SECONDS = 2.0
 _RECORDS_INTERVAL = 0.5
-"""Seconds between two reads of the records: those of one iteration arrive one by one, and each read that finds one writes a summary."""
+"""Seconds between two reads of the records: an iteration's arrive one by one, and each read that finds one writes a summary."""
 _RECORDS_RETRY_SECONDS = 5.0
 _INCOMPARABLE = (
     "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of this start; "

@@ -1,7 +1,7 @@
 """Atomic directories.
 
-Invariant: a directory appears complete or not at all, even across a crash or a power failure. Every writer builds its own temporary
-directory. The next writer of the same path removes that of an earlier one, which then fails, so no directory has the files of two writers.
+Invariant: a directory appears complete or not at all, even across a crash or power failure. Every writer builds its own temporary
+directory. A path's next writer removes an earlier one's, which then fails, so no directory has files of two writers.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def discard_unfinished(folder: Path, names: str) -> None:
-    """Removes what interrupted writers of directories in `folder` have left behind. `names`: a glob pattern of the directories' names."""
+    """Removes what interrupted writers of directories in `folder` left. `names`: a glob pattern of the directories' names."""
     for pattern in (f".{names}.*.new", f".{names}.old"):
         for path in folder.glob(pattern):
             discard(path)

@@ -1,9 +1,9 @@
 """MindSpeed's adaptor: Ascend's package that replaces functions of torch and megatron-core by ones for NPUs when it is imported.
 
-A release of MindSpeed is made for one release of megatron-core, whose number is its version: the branch core_r0.16.0 is version 0.16.0.
+A MindSpeed release is made for one release of megatron-core, whose number is its version: branch core_r0.16.0 is version 0.16.0.
 
-Invariant: the adaptor is imported only for device npu, before megatron-core, and only if it is made for the installed megatron-core. Another
-one would put functions of other versions in place of those that sum gradients and step the optimizer, without an error.
+Invariant: the adaptor is imported only for device npu, before megatron-core, and only if made for the installed megatron-core.
+Another would silently put functions of other versions in place of those that sum gradients and step the optimizer.
 """
 
 import importlib

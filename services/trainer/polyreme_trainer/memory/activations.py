@@ -37,7 +37,7 @@ class MicroBatchSize:
         tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
-        on_cpu: whether an MLP keeps the output of its activation, which accelerators compute again, and logits come in CPU's smaller blocks.
+        on_cpu: whether an MLP keeps its activation's output, which accelerators recompute, and logits come in smaller blocks.
         recompute: the activations that the backward pass computes again.
         padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
@@ -71,7 +71,7 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
 
 
 def _kinds(arch: Architecture, sharding: Sharding) -> list[tuple[float, Architecture]]:
-    """The layers of one virtual stage, on average over those of the rank: the number of each kind, and a model that has only this kind."""
+    """The layers of one virtual stage, on average over the rank's: the number of each kind, and a model of only this kind."""
     every = layers_of(arch, sharding.rank)
     dense = sum(not arch.has_experts(layer) for layer in every) if arch.experts else 0
     kinds = [(len(every) - dense, arch), (dense, replace(arch, experts=0, top_k=0))]
@@ -165,7 +165,7 @@ def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: in
 
 
 def _table(model: Model, sharding: Sharding) -> int:
-    """Bytes of the gradient of one rank's part of the embedding, or of the output layer; 0 with adapters, because both are frozen."""
+    """Bytes of the gradient of one rank's part of the embedding, or the output layer; 0 with adapters, since both are frozen."""
     if model.adapter is not None:
         return 0
     return padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp * model.arch.hidden * model.width

@@ -39,7 +39,7 @@ class MachineMemory:
         arena: shared memory of its part of the policy's versions; None if it has no part. A stage publishes no versions.
         checkpoint: host memory while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
-        asleep: the weights of replicas, which are in the host's memory while the learner has the devices; None if they are dropped.
+        asleep: the weights of replicas, in the host's memory while the learner has the devices; None if they are dropped.
         deltas: those of its part of the versions; None if versions are sent whole or not at all.
     """
 
@@ -103,7 +103,7 @@ class LearnerMemory:
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
-    """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
+    """The estimate of a configuration. Raises ConfigError for a model that cannot be trained or does not divide over ranks."""
     models, parallel = models_of(config), config.trainer.parallel
     arenas: list[Addend | None] = [None] * parallel.nodes
     deltas = arenas
@@ -278,7 +278,7 @@ def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str |
 
 
 def announce(config: RunConfig | StageConfig, limit: int, host: int, rank: int) -> None:
-    """Logs the estimate on rank 0, before anything is allocated. Raises ConfigError on every rank of a machine when the estimate exceeds a limit.
+    """Logs the estimate on rank 0, before any allocation. Raises ConfigError on all ranks of a machine where it exceeds a limit.
 
     Args:
         limit, host: as in `fit_errors`, of this rank's machine.

@@ -16,7 +16,7 @@ def devices_needed(config: RunConfig, placement: str) -> int:
 
 
 def advice(config: RunConfig, devices: int) -> Iterator[str]:
-    """Yields a notice when this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices.
+    """Yields a notice if this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices.
 
     A learner on several machines gets none, because the others' devices are unknown here.
     """

@@ -44,7 +44,7 @@ def sleeping_weights(config: RunConfig) -> Addend | None:
 
 
 def refuse_replica(config: RunConfig, device: int) -> Iterator[PolyremeError]:
-    """Yields an error when vLLM cannot start on an accelerator of `device` bytes: no room for the weights and one sample of full length.
+    """Yields an error if vLLM cannot start on an accelerator of `device` bytes: no room for the weights and a full-length sample.
 
     Layers with a sliding window do not count, because vLLM keeps fewer of their keys.
     """

@@ -27,7 +27,7 @@ class BestExport:
         """Links the best version's export if it is a new best. Logs an export that cannot be linked.
 
         Args:
-            evaluations: results by version, all of the same metric. If the version in hf/best has no result here, a version with a result
+            evaluations: results by version, of one metric. If the version in hf/best has no result here, a version with a result
             replaces it.
         """
         kept = self.version()

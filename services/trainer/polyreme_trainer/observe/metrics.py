@@ -131,7 +131,7 @@ def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, obje
 
 
 def carried(samples: Sequence[SampleRecord]) -> dict[str, object]:
-    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens that one version sampled."""
+    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens of one version."""
     parts = [len({version for version, _, _ in sample.spans}) for sample in samples]
     tokens = 0
     for sample in samples:

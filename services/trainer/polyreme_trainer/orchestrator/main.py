@@ -235,7 +235,7 @@ class Orchestrator:
         return False
 
     async def _report(self) -> None:
-        """Emits what all orchestrators have done since the plan before, once per new plan. One that does not lead tells the leading one."""
+        """Emits what all orchestrators have done since the plan before, once per new plan. Others tell the leading one."""
         planned = await self._experience.planned()
         is_new, self._planned = planned > self._planned, planned
         if is_new:

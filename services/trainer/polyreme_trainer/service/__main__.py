@@ -77,7 +77,7 @@ def run_api(config: ServeConfig) -> None:
 
 
 def run_learner(config: ServeConfig) -> None:
-    """Runs one rank of the learner until a signal: rank 0 executes requests for models, and the others make its calls of the engine."""
+    """Runs one rank of the learner until a signal: rank 0 executes requests for models, and the others make its engine calls."""
     with quick_imports():
         from polyreme_trainer.service.engine import ServiceEngine
         from polyreme_trainer.service.learner import ModelLearner

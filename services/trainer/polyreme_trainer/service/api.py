@@ -275,7 +275,7 @@ class ServiceApi:
         return path
 
     async def _agent_weights(self, tenant: str, given: m.OpenAgentSession) -> str:
-        """The directory that an agent's session samples from; empty for the base model. Raises TenantError or HTTPException when there is none."""
+        """The directory of an agent session's weights; empty: the base model. Raises TenantError or HTTPException without one."""
         if given.sampling_session_id is not None:
             path = await self._tenants.sampling(tenant, given.sampling_session_id)
         else:

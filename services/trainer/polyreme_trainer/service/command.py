@@ -164,7 +164,7 @@ def _resolved(config: ServeConfig) -> ServeConfig:
 
 
 def _with_all_cores(config: ServeConfig) -> ServeLearner:
-    """The learner with as many threads as this machine has cores for each rank, unless its configuration says how many. (Its clients wait for it.)"""
+    """The learner with as many threads as this machine has cores for each rank, unless configured. (Its clients wait for it.)"""
     parallel = config.learner.parallel
     if "threads" in parallel.model_fields_set:
         return config.learner

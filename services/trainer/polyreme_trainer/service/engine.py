@@ -67,7 +67,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _PassLoss:
-    """The losses of several models' batches in one pass, with the models' outputs as the result. `starts`: the first token of each."""
+    """The losses of several models' batches in one pass, with the models' outputs as result. `starts`: each one's first token."""
 
     calls: Sequence[LossCall]
     starts: Sequence[int]
@@ -177,7 +177,7 @@ class ServiceEngine:
         self._resident[name] = _Tenant(lora, critic, role, self._model.trained)
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
-        """Writes a model's state into an empty directory, see `role_files`. `gradient`: also that of its next step. Collective."""
+        """Writes a model's state into an empty directory, see `role_files`. `gradient`: also its next step's. Collective."""
         role = self._use(name)
         write_parts(folder, self._number, _parts(role, role.gradient() if gradient else None), self._layout)
         if self._layout.ranks > 1:

@@ -1,7 +1,7 @@
-"""The learner of the training service: executes the requests for models, one after the other; batches of several models in one pass.
+"""The learner of the training service: executes requests for models, one after the other; batches of several models in one pass.
 
-Invariant: a request changes a model once. A request that ends with an error leaves the model as it was, except that an optimizer step with a
-gradient that is not finite drops it; both happen again in the same way after a restart, so the weights have the same bits.
+Invariant: a request changes a model once. A request that ends in error leaves the model as it was, except that an optimizer step
+with a gradient that is not finite drops it; both happen again in the same way after a restart, so the weights have the same bits.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class ModelLearner:
         base_model: the base model's name.
         max_models: the largest number of models in memory. The others are on disk, and come back with their next request.
         canary: what is compared before a client hears of weights for a sampler; None: these are not loaded before.
-        replay_seconds, replay_bytes: a state is saved when executing the requests since the newest one took longer, or when they have more bytes.
+        replay_seconds, replay_bytes: a state is saved when the requests since the newest took longer, or they have more bytes.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class ModelLearner:
         self._states.sweep()
 
     async def _check_alone(self, lane: str, request: Request) -> None:
-        """Raises TenantError when a new model and another one cannot be there together. Some are only in a state, or in their kept requests."""
+        """Raises TenantError when a new model and another cannot coexist. Some are only in a state, or in their kept requests."""
         created = request.op == "create_model"
         lora = _adapters(lane, request)[0] if created else self._read_checkpoint(request)[1].lora
         whole = {name: each is None for name, each in {**self._states.adapters(), **self._engine.models}.items()}
@@ -360,7 +360,7 @@ class ModelLearner:
         return name_of(self._base_model, lane in self._engine.critics)
 
     def _read_checkpoint(self, request: Request) -> tuple[Path, Facts]:
-        """The directory and the facts of a checkpoint, without steps if its moments are not asked for. Raises TenantError when there is none, or it is not one to continue from."""
+        """A checkpoint's directory and facts (steps only with moments). Raises TenantError without one to continue from."""
         checkpoint = read_path(request.fields["path"])
         facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":

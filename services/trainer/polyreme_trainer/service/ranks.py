@@ -137,7 +137,7 @@ class LeadingEngine:
 
 
 def follow(engine: TenantEngine, ranks: Ranks) -> None:
-    """Makes the calls of rank 0 on another rank until rank 0 ends. Raises LeaderError when rank 0 has failed, and RuntimeError when it has died."""
+    """Makes rank 0's calls on another rank until rank 0 ends. Raises LeaderError when rank 0 fails, RuntimeError when it dies."""
     while message := ranks.hear():
         with suppress(TenantError):  # rank 0 answers with it
             EngineCall.unpack(message).make(engine)

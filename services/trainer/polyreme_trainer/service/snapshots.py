@@ -32,7 +32,7 @@ class SnapshotProbe:
 
     @classmethod
     def of(cls, vocabulary: int, longest: int, dtype: str) -> Self:
-        """The canary of a model, always the same. `longest`: the largest number of tokens of prompt and answer; `dtype`: of the weights."""
+        """The canary of a model, always the same. `longest`: the most tokens of prompt and answer; `dtype`: of the weights."""
         ids = np.random.default_rng(0).integers(0, vocabulary, min(CANARY_TOKENS, longest - 1), dtype=np.int64)
         return cls(ids, LIMITS[dtype].mismatch_kl)
 
@@ -64,7 +64,7 @@ class Snapshot:
 
 
 async def load_snapshot(log: RequestLog, place: LogPlace, snapshot: Snapshot, canary: SnapshotProbe) -> str | None:
-    """Lets the sampler load a snapshot. Returns why it must not be used; None if it may, or if the sampler has not answered in time.
+    """Lets the sampler load a snapshot. Returns why it must not be used; None if it may, or the sampler has not answered in time.
 
     Args:
         place: the request that has written it.

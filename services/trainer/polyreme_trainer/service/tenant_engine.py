@@ -51,7 +51,7 @@ class TenantEngine(Protocol):
         ...
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
-        """Writes a model's weights and moments into an empty directory. `gradient`: also the gradient since the last optimizer step."""
+        """Writes a model's weights and moments into an empty directory. `gradient`: also the gradient since the last step."""
         ...
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
@@ -97,7 +97,7 @@ class TenantEngine(Protocol):
 
 
 def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
-    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
+    """The requested adapters and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
     if fields is None or fields["rank"] == 0:
         return None, 0
     given = LoraOptions.model_validate(fields)

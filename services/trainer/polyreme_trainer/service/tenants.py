@@ -87,7 +87,7 @@ class Tenants:
     async def add_model(
         self, tenant: str, session: str, number: int, base_model: str, lora: Mapping[str, Any] | None, metadata: Any, most: int
     ) -> str:
-        """Returns the new model's name. base_model, lora: see `TenantModel`, and `LoraOptions`. Raises TenantError when the tenant has `most` models."""
+        """The new model's name. base_model, lora: see `TenantModel`, `LoraOptions`. Raises TenantError at `most` models."""
         name = f"{session}:train:{number}"
         if await self._log.record("model", name) is not None:  # the first request of a number stands
             return name

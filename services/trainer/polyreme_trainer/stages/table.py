@@ -30,7 +30,7 @@ class Stage:
     Attributes:
         read: reads its rows.
         objective: creates the objective from the stage's configuration.
-        reference: returns the Hugging Face directory of the reference from the stage's configuration; None: there is no reference.
+        reference: returns the Hugging Face directory of the reference from the stage's configuration; None: no reference.
     """
 
     read: Read

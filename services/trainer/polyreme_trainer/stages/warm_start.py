@@ -66,7 +66,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
 def run_phase(
     engine: StepEngine, phase: SftPhase, rows: StageRows, seed: int, number: int = 0, done: int = 0
 ) -> Iterator[WarmStartStep]:
-    """Takes the phase's optimizer steps after the first `done`. A step's loss is the token mean of the cross entropy of its rows' responses.
+    """Takes the phase's optimizer steps after the first `done`. A step's loss is the token mean of its responses' cross entropy.
 
     Args:
         number: the phase's, from 0; a record counts it from 1.

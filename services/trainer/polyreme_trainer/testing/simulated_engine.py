@@ -158,7 +158,7 @@ class SimulatedTrainEngine:
         self._pending = PendingSave(path, self._weights, dict(facts))
 
     def finish_save(self, wait: bool) -> Saved | None:
-        """Writes the save that was begun: at once if `wait`, otherwise at the second call, so that an iteration is trained meanwhile."""
+        """Writes the save that was begun: at once if `wait`, else at the second call, so an iteration is trained meanwhile."""
         pending = self._pending
         if pending is None or not (wait or pending.polled):
             self._pending = pending and replace(pending, polled=True)

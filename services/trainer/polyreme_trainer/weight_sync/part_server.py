@@ -1,4 +1,4 @@
-"""Serves the part of a version that this machine of the learner holds, whole or as a delta, to replicas that the first machine asks to fetch it.
+"""Serves this learner machine's part of a version, whole or as a delta, to replicas that the first machine asks to fetch it.
 
 Invariant:
 - A call sends bytes of one complete version only. It ends with a status when the slot is written again.

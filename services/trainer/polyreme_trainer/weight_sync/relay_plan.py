@@ -3,7 +3,7 @@
 Invariant:
 - While a replica that may be asked has the content, or receives it, the trainer sends it to no more than `roots` replicas.
 - No replica waits for itself: a source does not depend on the replica that it is assigned to.
-- A replica that failed to fetch from two others receives from the trainer, and a replica that failed two others is not asked, for a while.
+- A replica that failed to fetch from two others receives from the trainer, and one that failed two is not asked, for a while.
 """
 
 from collections import Counter

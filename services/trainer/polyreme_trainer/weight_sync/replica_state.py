@@ -59,7 +59,7 @@ def total(parts: Sequence[Transfer], sizes: Sequence[int]) -> Transfer:
 class Commit:
     """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it.
 
-    `canary_difference`: mean absolute difference between the replica's and the learner's log-probabilities, in nats; None: not compared.
+    `canary_difference`: mean absolute difference of the replica's and learner's log-probabilities, in nats; None: not compared.
     """
 
     replica: str

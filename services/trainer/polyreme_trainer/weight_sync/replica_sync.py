@@ -167,7 +167,7 @@ class ReplicaSync:
         return replica.lease.address if replica and not replica.quarantined else None
 
     async def acquire_slot(self, seconds: float) -> int:
-        """A slot that no replica reads. After the deadline the replicas that block it are interrupted, which counts as a failed swap.
+        """A slot that no replica reads. After the deadline replicas that block it are interrupted, which counts as a failed swap.
 
         The deadline is `seconds` plus the longest time of staging the newest version.
         """

@@ -89,7 +89,7 @@ def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
 
 
 def spread_positions(tokens: int, longest: int, features: int) -> tuple[int, int]:
-    """The positions of all blocks, and the tokens in them, of sequences with evenly spread lengths from 1 to `longest` and about `tokens` tokens."""
+    """The positions and tokens of all blocks of sequences of evenly spread lengths 1 to `longest` and about `tokens` tokens."""
     count = max(1, round(2 * tokens / (longest + 1)))
     lengths = np.linspace(longest, 1, count).round().astype(np.int64)
     blocks = [lengths[part] for part in plan_blocks(lengths, features)]

@@ -29,7 +29,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of training a sequence. The unit is the cost of one token in all matrix products with weights, forwards and backwards.
+    """The cost of training a sequence. The unit is one token's cost in all matrix products with weights, forwards and backwards.
 
     Attributes:
         attention: the cost of attention for each pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times what
@@ -120,7 +120,7 @@ class MicroBatch:
         tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the order of `targets`.
         sequence: int64 [k], the number of each trained token's sequence among `indices`.
         padding: the number of positions of `ids` that are padding, because there are no tokens or by alignment.
-        routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where it is unknown. None: everywhere.
+        routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where unknown. None: everywhere.
         runs: the number of trained tokens of each run of sequences, see `pack`; empty without runs.
     """
 
@@ -140,7 +140,7 @@ class MicroBatch:
 
 
 def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], together: int = 1) -> Sequences:
-    """Supervised rows as sequences. `ids` is int32 [length] each; `loss_mask` is uint8 [length] each, 1 where the token is trained on."""
+    """Supervised rows as sequences. `ids` is int32 [length] each; `loss_mask` is uint8 [length] each, 1 for trained tokens."""
     mask = np.concatenate([x[1:] for x in loss_mask]).astype(np.float32)
     return Sequences([x.astype(np.int64) for x in ids], mask, together)
 
@@ -166,7 +166,7 @@ def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -
 
 
 def share(costs: NDArray[np.float64], indices: IntArray, ranks: int) -> list[IntArray]:
-    """The share of `indices` of each data-parallel rank: the costliest remaining sequence goes to the rank with the least cost (Graham 1969).
+    """Each data-parallel rank's share of `indices`: the costliest sequence left goes to the rank with least cost (Graham 1969).
 
     The totals of two ranks differ by at most the costliest sequence. Of equal ranks the first one is taken, so the result is the same
     everywhere.
@@ -185,7 +185,7 @@ def plan_ranks(
 ) -> list[list[IntArray]]:
     """The micro-batches of every data-parallel rank, as many on each, because ranks may exchange tensors within a micro-batch.
 
-    A rank whose own plan has fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
+    A rank that plans fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
 
     Args:
         tokens, costs: the tokens and the cost of each sequence.
@@ -211,7 +211,7 @@ def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list
     more than `budget` tokens forms its own micro-batch.
 
     Returns:
-        Index arrays that together contain every index once, longest sequences first: attention pads sequences of similar length together.
+        Index arrays that together contain every index once, longest sequences first: attention pads similar lengths together.
     """
     order = indices[np.argsort(-tokens[indices], kind="stable")]
     before = np.concatenate([[0], np.cumsum(tokens[order])])
@@ -224,7 +224,7 @@ def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list
 
 
 def _cuts(before: IntArray, budget: int) -> list[int]:
-    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each sequence, then the total."""
+    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each, then the total."""
     starts, start = [], 0
     while start < len(before) - 1:
         starts.append(start)

@@ -50,8 +50,8 @@ class Cut:
 def piece_ends(lengths: IntArray, ranks: int) -> IntArray:
     """The number of tokens before each of the 2 c pieces of each sequence, then its total: int64 [2 c + 1, sequences].
 
-    Pieces of a sequence differ by at most one token. The tokens that do not divide go to the ranks in turn, from sequence to sequence. So the
-    totals of two ranks differ by at most one token as well, and are equal when `ranks` divides the number of all tokens.
+    Pieces of a sequence differ by at most one token. The tokens that do not divide go to the ranks in turn, from sequence to
+    sequence. So two ranks' totals differ by at most one token too, and are equal when `ranks` divides the number of all tokens.
     """
     each, rest = np.divmod(lengths, 2 * ranks)
     turn, number = np.cumsum(rest) - rest, np.arange(ranks)[:, None]

@@ -3,8 +3,8 @@
 Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is then computed
 once for all of them.
 
-Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
-at the end only, as a separate sequence. The queries of a sequence belong to the last of the tokens whose keys they see.
+Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment
+adds tokens at the end only, as a separate sequence. A sequence's queries belong to the last of the tokens whose keys they see.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ IntArray = NDArray[np.int64]
 
 
 ANGLES = 32
-"""The number of positions whose angles are computed is a multiple of this, so that an angle has the same cosine beside longer sequences."""
+"""Angles are computed for a multiple of this many positions, so that an angle has the same cosine beside longer sequences."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PackedIds:
 
     @classmethod
     def of_rows(cls, ids: Tensor) -> Self:
-        """The rows of int64 ids [b, s], each a sequence of s tokens. Its results have the rows' padding, if there is any, at the same places."""
+        """The rows of int64 ids [b, s], each a sequence. Its results have the rows' padding, if any, at the same places."""
         return cls(ids.reshape(-1), (ids.shape[1],) * ids.shape[0])
 
     @classmethod

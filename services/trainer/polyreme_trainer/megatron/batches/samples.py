@@ -20,7 +20,7 @@ def collect(
     greedy: bool = False,
     routes: Callable[[SampleRecord], Routes] | None = None,
 ) -> tuple[Sequences, TokenBatch]:
-    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch of their episodes.
+    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch of episodes.
 
     Args:
         part_weights: the weights of the reward's named parts, for algorithms that normalise each part; None leaves the parts out.

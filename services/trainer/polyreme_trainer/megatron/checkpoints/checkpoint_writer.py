@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class BackgroundWork(Generic[T]):
-    """Starts `work` at once, in a daemon thread of its own: work that never returns, as on a dead file system, keeps no process alive.
+    """Starts `work` at once, in its own daemon thread: work that never returns, as on a dead file system, keeps no process alive.
 
     Args:
         name: a description of the work, for the thread's name and for errors.

@@ -33,7 +33,7 @@ FROZEN = "frozen"
 class FrozenWeights:
     """Digests of directories of weights that training reads but does not change: a checkpoint has these in place of their bytes.
 
-    A directory is read once, on rank 0, in a thread: that of a save, or one beside the heartbeat that keeps the other ranks waiting.
+    A directory is read once, on rank 0, in a thread: that of a save, or one beside the heartbeat that keeps other ranks waiting.
 
     Args:
         ranks: the learner's ranks.
@@ -44,7 +44,7 @@ class FrozenWeights:
         self._digests: dict[Path, str] = {}
 
     def record(self, directories: Mapping[str, Path]) -> dict[str, str]:
-        """The digest of every directory, by its use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
+        """The digest of each directory, by use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
         return {use: self._digest(directory) for use, directory in directories.items()}
 
     def check(self, directories: Mapping[str, Path], recorded: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Runs calls that request device cuda on the CPU. A tensor's `type()` returns the CUDA name that megatron-core compares with."""
+    """Runs calls for device cuda on the CPU. A tensor's `type()` returns the CUDA name that megatron-core compares with."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,7 +59,7 @@ def install_cuda_stand_ins() -> None:
 def _counts_as_lists(
     dispatcher: "MoEAlltoAllTokenDispatcher", point: str, tokens_per_expert: Tensor | None = None
 ) -> Tensor | None:
-    """Returns the numbers of tokens that this expert rank sends and receives as lists, where megatron-core would copy them to the CPU."""
+    """Returns how many tokens this expert rank sends and receives, as lists, where megatron-core would copy them to the CPU."""
     if point == dispatcher.cuda_dtoh_point:
         dispatcher.input_splits, dispatcher.output_splits = dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()
     return tokens_per_expert

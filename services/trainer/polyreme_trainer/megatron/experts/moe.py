@@ -60,7 +60,7 @@ class ExpertRouter(TopKRouter):
         return self.trace.record_and_attach_loss(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
 
     def _apply_expert_bias(self, *arguments: object, **options: object) -> None:
-        """Does nothing: `Routing` counts the choices. megatron-core's method also does nothing, but its first call compiles it for seconds."""
+        """Does nothing: `Routing` counts the choices. megatron-core's does no more, but its first call compiles for seconds."""
 
 
 class _WideProduct(Function):

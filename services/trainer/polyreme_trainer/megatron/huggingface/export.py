@@ -23,7 +23,7 @@ EMA = "ema"
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """The fields of config.json with the number of layers for multi-token prediction (MTP)."""
 ADAPTER = "adapter"
-"""The directory of the adapters in PEFT's format. In the policy's directory itself, transformers would add them to the merged weights."""
+"""The adapters' directory in PEFT format. In the policy's directory itself, transformers would add them to the merged weights."""
 
 
 @dataclass(frozen=True)

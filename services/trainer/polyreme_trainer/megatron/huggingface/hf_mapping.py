@@ -1,6 +1,6 @@
 """The mapping between megatron-core's parameters and Hugging Face tensors, for any tensor, pipeline and expert rank.
 
-Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` hold the same numbers.
+Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` are equal.
 
 Invariant: over all ranks, the primary slices cover every element of every Hugging Face tensor exactly once. The module is pure and imports
 no torch.
@@ -56,8 +56,8 @@ class Rank:
         vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
         etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor ranks cut
             experts like all other matrices.
-        vpp: the number of virtual stages of each pipeline stage. The first virtual stages of all pipeline stages have the model's first layers,
-            the second virtual stages have the next, and so on. A rank's layer numbers continue from one virtual stage to the next.
+        vpp: the number of virtual stages per pipeline stage. The first virtual stages of all pipeline stages have the model's
+            first layers, the second have the next, and so on. A rank's layer numbers continue from one virtual stage to the next.
     """
 
     tp_rank: int = 0
@@ -83,7 +83,7 @@ class Rank:
 
     @property
     def places(self) -> int:
-        """The number of ranks that together hold all of a stage: the first of its ranks. Every later rank has a copy of one of their parts."""
+        """The number of ranks that together hold a stage: the first of its ranks. Later ranks have copies of their parts."""
         return max(self.tp, self.expert_places)
 
     @property
@@ -107,7 +107,7 @@ class Rank:
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows of this pipeline stage and expert rank. Each has a flag: whether this rank, perhaps with other tensor ranks, writes it."""
+    """Table rows of this pipeline stage and expert rank, and whether this rank, perhaps with other tensor ranks, writes each."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads, experts_lead = rank.place < rank.tp, rank.place < rank.expert_places
     if rank.etp and not arch.experts:
@@ -145,7 +145,7 @@ def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
 
 
 def is_expert(param: str) -> bool:
-    """Whether a parameter belongs to an expert. Its values differ between expert ranks; those of all other parameters are equal."""
+    """Whether a parameter belongs to an expert. Its values differ between expert ranks; those of other parameters are equal."""
     return EXPERT in param
 
 
@@ -168,7 +168,7 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
 
 
 def check(arch: Architecture, tp: int, etp: int | None = None) -> None:
-    """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core requires, and those of experts over `etp`."""
+    """Raises ValueError unless the sizes divide over `tp` ranks as megatron-core requires, and those of experts over `etp`."""
     if etp is not None and arch.experts and arch.expert_ffn % etp:
         raise ValueError(f"expert ffn = {arch.expert_ffn} does not divide over {etp} ranks that cut each expert")
     if arch.family.projection_norms and arch.kv_heads % tp:  # ranks that share a key head would count it twice

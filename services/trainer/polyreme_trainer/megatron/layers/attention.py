@@ -41,7 +41,7 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """Attention by torch's `scaled_dot_product_attention`, for any device and dtype: pieces of similar length are padded and run together.
+    """Attention by `scaled_dot_product_attention`, on any device and dtype: pieces of similar length are padded and run together.
 
     query [t, heads, dim], key and value [keys, groups, dim] -> [t, heads, dim]; heads of a group are adjacent.
     """
@@ -122,8 +122,8 @@ def masked_attention(query: Tensor, keys: Pair, values: Pair, mask: Tensor, scal
 
 
 class _MergedAttention(Function):
-    """torch's flash attention for each set of keys; the outputs are joined by their log-sum-exps. With the joined ones, the kernel's backward
-    pass of each set gives its part of the gradients (Liu et al. 2023). So no mask is for all queries and keys."""
+    """torch's flash attention for each set of keys; the outputs are joined by their log-sum-exps. With the joined ones, each
+    set's backward kernel gives its part of the gradients (Liu et al. 2023). So no mask is for all queries and keys."""
 
     @staticmethod
     def forward(

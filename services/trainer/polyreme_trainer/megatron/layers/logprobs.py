@@ -1,11 +1,11 @@
-"""Token log-probabilities and entropies from hidden states and a vocabulary-parallel output layer, block by block of the vocabulary.
+"""Token log-probabilities and entropies from hidden states and a vocabulary-parallel output layer, by blocks of the vocabulary.
 
 A block of columns is reduced to two or three numbers per token: its log-sum-exp, the target's logit and, for the entropy, its mean logit.
 Blocks are combined like tensor ranks, so the ranks exchange only these numbers, in one collective. With several blocks the backward pass
 computes each block's logits again.
 
-Invariant: at most `BLOCK_LOGITS` logits exist at a time on a rank (`ACCELERATOR_LOGITS` on an accelerator), except for the smallest block.
-Padded columns are removed before any computation, so their probability and gradient are zero. All sums are in fp32.
+Invariant: at most `BLOCK_LOGITS` logits exist at once on a rank (`ACCELERATOR_LOGITS` on an accelerator), except for the smallest
+block. Padded columns are removed before any computation, so their probability and gradient are 0. All sums are fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -132,7 +132,7 @@ class _TokenLogprobs(Function):
 
 
 def _reduce(scaled: Tensor, column: Tensor, here: Tensor, with_entropy: bool) -> list[Tensor]:
-    """A block's numbers, each fp32 [tokens]: log-sum-exp, the target's logit or 0, and the mean logit under the block's softmax."""
+    """A block's numbers, each fp32 [tokens]: log-sum-exp, the target's logit or 0, and mean logit under the block's softmax."""
     if not scaled.shape[1]:
         empty = torch.zeros(here.shape, dtype=torch.float32, device=here.device)
         return [empty - torch.inf, *[empty] * (1 + with_entropy)]

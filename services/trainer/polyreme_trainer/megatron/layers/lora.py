@@ -44,7 +44,7 @@ class Adapter:
     Args:
         layer: megatron-core's layer with the parameter `weight`.
         a, b: the trained parameters.
-        owner: [rows of the weight, projections], 1 where the row belongs to the projection of that A; None: all rows to a single one.
+        owner: [rows of the weight, projections], 1 where the row belongs to the projection of that A; None: all rows to one.
         scale: the factor of the adapter's output.
     """
 
@@ -67,7 +67,7 @@ class Adapter:
         return self.add_to(self._product(**local), self._product, local)
 
     def add_to(self, output: Tensor, product: Product, local: Mapping[str, object]) -> Tensor:
-        """The layer's output with the adapter's. `product` computes that one from `local`, the arguments of the layer's own product."""
+        """The layer's output with the adapter's. `product` computes that from `local`, the arguments of the layer's product."""
         inner = product(**{**local, "bias": None, "weight": self.a})
         outer = product(**{**local, "bias": None, "weight": self.wide_b(), "input": self.scale * inner})  # inner is small
         return output + outer
@@ -85,7 +85,7 @@ class Adapter:
             delattr(self.layer, name)
 
     def wide_b(self) -> Tensor:
-        """B as one matrix for the stacked A: [rows, projections * rank], zero where row and column belong to different projections."""
+        """B as one matrix for the stacked A: [rows, projections * rank], 0 where row and column are of different projections."""
         return self.b if self.owner is None else (self.owner.unsqueeze(2) * self.b.unsqueeze(1)).flatten(1)
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class Adapters:
         return id(param) in self._partial
 
     def sum_gradients(self) -> None:
-        """Sums the gradients of which each tensor rank has a part. Collective over the tensor ranks; called once per optimizer step."""
+        """Sums the gradients of which each tensor rank has a part. Collective over them; called once per optimizer step."""
         if not self._partial:
             return
         gradients = [param.main_grad for param in self._partial.values()]  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """YaRN, Peng et al. 2023: a linear ramp over the dimensions, from unchanged frequencies to frequencies divided by the factor."""
+    """YaRN, Peng et al. 2023: a linear ramp over the dimensions, from unchanged frequencies to those divided by the factor."""
 
     def dimension(turns: float) -> float:
         turn = math.log(rope.original_max_position / (turns * 2 * math.pi))

@@ -36,8 +36,8 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
     """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, context
     ranks, stages, data ranks and expert ranks.
 
-    Tensor ranks are adjacent; so are the context ranks of a data rank, and the ranks of a stage. The ranks that share experts are adjacent data
-    and context ranks. Every collective has a deadline. Raises ConfigError when the world size differs from the configuration's.
+    Tensor ranks are adjacent; so are a data rank's context ranks, and a stage's ranks. The ranks that share experts are adjacent
+    data and context ranks. Every collective has a deadline. Raises ConfigError unless the world size is the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
@@ -159,7 +159,7 @@ def build_chunks(
 
 
 def join_chunks(chunks: Sequence[GPTModel]) -> GPTModel:
-    """One module with the modules of all chunks, under the names of `hf_mapping`. Layer numbers continue from one chunk to the next."""
+    """One module with all chunks' modules, under the names of `hf_mapping`. Layer numbers continue from one chunk to the next."""
     if len(chunks) == 1:
         return chunks[0]
     whole, decoder = torch.nn.Module(), torch.nn.Module()

@@ -109,7 +109,7 @@ class ShardedModel:
         unless the earlier adapters are trained again with `train`.
 
         Args:
-            critic: the adapters of a language model have a value head, of zeros. Raises ConfigError, see `Architecture.with_value_head`.
+            critic: a language model's adapters have a zero value head. Raises ConfigError, see `Architecture.with_value_head`.
         """
         arch = self.arch.with_value_head() if critic else self.arch
         self.train(TrainedParameters())
@@ -144,7 +144,7 @@ class ShardedModel:
             self.chunks[-1].share_embeddings_and_output_weights = adapters is None or adapters.head is None
 
     def use(self, *others: "ShardedModel") -> None:
-        """Moves the weights of this model and of `others` to the device. With `trainer.offload.idle_models`, all other models leave it."""
+        """Moves weights of this model and `others` to the device. With `trainer.offload.idle_models`, other models leave it."""
         if self.host is not None:
             self.host.use(self, *others)
 
@@ -212,7 +212,7 @@ class ShardedModel:
         return self._full(self.arch, self.weights())
 
     def adapter(self, base: str, revision: str | None = None) -> PeftAdapter | None:
-        """The adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`, `revision`: as in `PeftAdapter`."""
+        """Adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`, `revision`: see `PeftAdapter`."""
         self.use()
         tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
         return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base, revision)
@@ -264,7 +264,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
+        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError unless it fits."""
         if state.keys() != self._trained.keys():
             raise KeyError(f"parameters {sorted(state.keys() ^ self._trained.keys())} are not on both sides")
         for name, param in self._trained.items():

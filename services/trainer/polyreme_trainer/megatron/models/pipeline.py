@@ -4,7 +4,7 @@ With several stages, megatron-core's schedules pass hidden states forwards and g
 backward; interleaved where a rank has several chunks of the model). Only the last stage's last chunk has the model's output, so only there a
 job's `output` and `loss` are called.
 
-Invariant: a job's `output` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
+Invariant: a job's `output` sees the model as if whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -26,7 +26,7 @@ from polyreme_trainer.megatron.huggingface.hf_mapping import (
 )
 
 WEIGHTS = "weights"
-"""Kind of state: the weights of the parameters that training changes. The others are the optimizer's: moments, and full-precision copies."""
+"""Kind of state: the weights that training changes. The others are the optimizer's: moments, and full-precision copies."""
 
 RankState = Mapping[str, Any]
 """The state of one role on one rank. `steps` is the number of optimizer steps. For each kind of state and parameter there is a pair
@@ -81,7 +81,7 @@ class RankMesh:
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """A shard of the model. `expert_numbers`: the ranks that saved its experts; `numbers`: the ranks that saved everything else."""
+    """A model's shard. `expert_numbers`: the ranks that saved its experts; `numbers`: the ranks that saved everything else."""
 
     rank: Rank
     numbers: list[int]

@@ -88,7 +88,7 @@ class DataShard:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """The process groups over which results of micro-batches are spread: the data-parallel ranks and the stages, if there are several."""
+        """The process groups over which results of micro-batches are spread: data-parallel ranks and stages, if several."""
         return ([self.group] if self.ranks > 1 else []) + ([self.stages] if self.stages is not None else [])
 
     def gather(self, payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -54,7 +54,7 @@ def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Ga
 
 
 def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: GateLimits) -> Gate:
-    """Compares the critic's values [b, s] of `ids` [b, s] with those of the Hugging Face sequence classifier at every position."""
+    """Compares the critic's values [b, s] of `ids` [b, s] with those of the Hugging Face classifier at every position."""
     with torch.no_grad():
         values = model.score(model.base_model(input_ids=ids).last_hidden_state)[..., 0].float()
         difference = (values - learner.cpu()).abs().max()

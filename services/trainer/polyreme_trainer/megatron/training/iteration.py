@@ -22,7 +22,7 @@ class Iteration:
 
     Attributes:
         number: the iteration's number; the policy that it trains has version `number - 1`.
-        sequences, tokens: the samples, as the models' sequences and as the algorithm's batch. A sequence has at least one prediction.
+        sequences, tokens: the samples as the models' sequences and the algorithm's batch. A sequence has at least one prediction.
         steps: the sequences of each optimizer step, with all trajectories of an episode.
         state: the algorithm's state from the previous iteration.
         lr, critic_lr: learning rates.

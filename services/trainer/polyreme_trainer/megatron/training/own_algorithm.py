@@ -46,7 +46,7 @@ def load_algorithm(config: RunConfig) -> Algorithm:
 
 
 def run_on_synthetic_batch(algorithm: UserAlgorithm, source: AlgorithmSource, group_size: int) -> None:
-    """Runs the functions on a synthetic batch of two groups. Raises ConfigError when a function fails or its result is unusable."""
+    """Runs the functions on a synthetic batch of two groups. Raises ConfigError when one fails or its result is unusable."""
     batch = synthetic_batch(algorithm, group_size)
     try:
         advantages = algorithm.advantages(batch)

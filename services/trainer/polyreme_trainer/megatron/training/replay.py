@@ -17,7 +17,7 @@ from polyreme_trainer.megatron.training.roles import AnyRole
 
 
 def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
-    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]; with turns int16 or int32, and -1 outside of them.
+    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]; with turns int16 or int32, -1 outside.
 
     Raises:
         DataError: a sampled token has no route that the model's routers can choose.

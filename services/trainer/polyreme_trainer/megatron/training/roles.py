@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=ShardedModel, covariant=True)
 T = TypeVar("T")
 
 Forward = Callable[[MicroBatch], Tensor]
-"""A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n numbers, [n, k]."""
+"""A model's output for a micro-batch: a number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n, [n, k]."""
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
 """Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its metrics. The step's
@@ -143,7 +143,7 @@ class Role(Generic[Model]):
 
     @torch.no_grad()
     def set_gradient(self, gradient: Mapping[str, Tensor] | None) -> None:
-        """Sets the gradient since the last optimizer step, of which this rank keeps its part. `gradient`: of this rank's whole parameters."""
+        """Sets the gradient since the last step, of which this rank keeps its part. `gradient`: of its whole parameters."""
         self.has_gradient = False
         if gradient is not None:
             self.clear_gradient()
@@ -195,7 +195,7 @@ class Role(Generic[Model]):
         return self.model.hidden(batch.ids)
 
     def _jobs(self, *terms: LossTerm[T]) -> Iterator[Job[T]]:
-        """This data rank's micro-batches of the terms. One without sequences, whose rank only takes part in the collectives, has no result."""
+        """This data rank's micro-batches of the terms. One without sequences only takes part in collectives and has no result."""
         for term in terms:
             forward = term.forward or self.output
             for batch in self.shard.micro_batches(

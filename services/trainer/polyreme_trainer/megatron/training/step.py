@@ -1,6 +1,6 @@
 """One iteration of training: advantages of the whole batch, then optimizer steps over micro-batches and data ranks.
 
-Invariant: the algorithm decides which samples have a gradient, and every rank takes the same optimizer steps, even if no sample has one.
+Invariant: the algorithm decides which samples have a gradient, and all ranks take the same optimizer steps, even if none has one.
 """
 
 import time
@@ -159,7 +159,7 @@ def step_means(sums: dict[str, tuple[float, float]], steps: int) -> dict[str, tu
 
 
 def trained_samples(batch: Iteration, advantages: Advantages, weights: np.ndarray) -> TrainedSamples:
-    """How the optimizer steps used each sample. Its advantages are those of the tokens that the policy sampled, trained on or not.
+    """How optimizer steps used each sample. Its advantages are those of the tokens that the policy sampled, trained on or not.
 
     Args:
         weights: float64 [t], the sums of each token's coefficients in the policy's steps.

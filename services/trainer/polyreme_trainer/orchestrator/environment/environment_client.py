@@ -214,7 +214,7 @@ class EnvironmentClient:
 
     @asynccontextmanager
     async def _claim(self) -> AsyncIterator[_EnvironmentServer]:
-        """The server with the most room, in order of arrival. Raises UnavailableError when there was none, full or not, for start_timeout."""
+        """The server with most room, in order of arrival. Raises UnavailableError after start_timeout without any, even full."""
         waiter: asyncio.Future[_EnvironmentServer] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._deadline = time.monotonic() + self._config.start_timeout

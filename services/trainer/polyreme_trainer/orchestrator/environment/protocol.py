@@ -59,7 +59,7 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
     async def collect(self) -> bool:
-        """Appends the groups that came from outside. Returns whether the run's groups come from there, so that none is admitted."""
+        """Appends the groups that came from outside. Returns whether the run's groups come from there, so none is admitted."""
 
     async def metrics(self) -> dict[str, float]:
         """Further metrics of an iteration."""

@@ -151,7 +151,7 @@ class EpisodeSession:
         """Samples a turn. One that is cancelled is no part of a trajectory, but is shown among the messages.
 
         Args:
-            messages: what came since the answer that it follows. Without one they are the whole conversation; none: the row's prompt.
+            messages: what came since the answer that it follows. Without one, the whole conversation; none: the row's prompt.
             number: that of the turn, above those of all turns that have begun. None: the next one.
             after: the number of the turn that it follows, from 1; 0: none. None: the newest turn, if there is one.
             max_tokens: upper bound of its tokens, in addition to rollout.max_new_tokens.
@@ -296,5 +296,5 @@ def _is_cut(sample: PartialRollout) -> bool:
 
 
 def _seed(seed: int, group: int, attempt: int, episode: int, before: int, _: int, prefix: int) -> int:
-    """The seed of a token with `before` + `prefix` tokens of its trajectory before it; each trajectory counts from a number of its own."""
+    """The seed of a token after `before` + `prefix` tokens of its trajectory; each trajectory counts from a number of its own."""
     return sequence_seed(seed, group, attempt, episode, before + prefix)

@@ -86,14 +86,14 @@ class Trajectories:
         return trajectory.sampled[place]
 
     def behind_messages(self, after: int, messages: Sequence[Message], tools: Tools) -> Begun:
-        """A turn behind messages that follow a turn, or that are the whole conversation; none: the row's prompt. Raises DataError."""
+        """A turn behind messages that follow a turn, or are the whole conversation; none: the row's prompt. Raises DataError."""
         if not after:
             return self._behind(0, self._tail.begin(messages, tools) if messages else self._prompt)
         exact = self._exact(after)
         return self._behind(after, np.concatenate([exact, self._tail.after(exact, messages, tools)]))
 
     def behind_text(self, after: int, text: str) -> Begun:
-        """A turn behind a text that follows a turn. Where the text goes on without the stop token that ended it, so does a new trajectory."""
+        """A turn behind a text after a turn. Where the text lacks the stop token that ended it, a new trajectory goes on."""
         if not after:
             return self._behind(0, self._template.encode_prompts([text])[0])
         exact, behind = self._exact(after), self._template.encode([text])[0]

@@ -1,6 +1,6 @@
 """Metrics of an evaluation with several answers to each prompt.
 
-Invariant: pure. A metric over fewer answers than there are is its expectation over the choice of answers, not the value of one choice.
+Invariant: pure. A metric over fewer answers than there are is its expectation over the choice of answers, not one choice's value.
 """
 
 import math

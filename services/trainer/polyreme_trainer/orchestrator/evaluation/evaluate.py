@@ -62,7 +62,7 @@ class Evaluator:
         """Emits the `eval` record of a version, and returns the result that decides about the best version.
 
         Raises:
-            EvaluationError: generation, scoring or the environment failed, another version sampled some tokens, or there is no metric `eval_best`.
+            EvaluationError: generation, scoring or environment failed, another version sampled tokens, or no metric `eval_best`.
             UnavailableError: there is no replica, or no server that scores.
         """
         begin = time.monotonic()

@@ -1,7 +1,7 @@
 """Partial rollouts: chunks of one or several calls become whole samples. Pure.
 
-Invariant: ids and log-probabilities of a partial rollout have equal length, and so have its routes if it has any; its spans cover that length
-in order, and nothing follows a stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
+Invariant: a partial rollout's ids, log-probabilities and routes, if any, have equal length; its spans cover that length in order,
+and nothing follows a stop token. So after any chunk, another replica can continue exactly after the last token that arrived.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,7 +125,7 @@ class PartialRollouts:
                 self.cuts += 1
 
     def end_lost(self) -> list[PartialRollout]:
-        """Ends the samples whose last token arrived but whose end was lost with its replica. Returns those that are still unfinished."""
+        """Ends the samples whose last token arrived but whose end was lost with its replica. Returns those still unfinished."""
         for sample in self.unfinished():
             if sample.length and int.from_bytes(sample.ids[-4:], "little", signed=True) in self._stop_ids:
                 sample.finish_reason = experience_pb2.FINISH_REASON_STOP
@@ -137,7 +137,7 @@ class PartialRollouts:
         """The samples that a new call must continue.
 
         Args:
-            tokens: the maximum number of tokens to add to each sample, by index; a sample without an entry stays paused. None: no limit.
+            tokens: the most tokens to add to each sample, by index; a sample without an entry stays paused. None: no limit.
         """
         for sample in self.end_lost():
             sample.call_start, sample.call_end = sample.length, None

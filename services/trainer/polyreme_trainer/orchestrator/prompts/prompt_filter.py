@@ -1,8 +1,8 @@
 """Which groups are left out: before they are sampled, those whose prompts are always or never solved; when they are scored, those whose
 samples have no gradient.
 
-Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor makes the same decisions. During
-one iteration at most REFILL times its number of groups is dropped, so an iteration ends even if every prompt's scores are equal.
+Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor decides the same. In
+one iteration at most REFILL times its number of groups is dropped, so it ends even if all prompts' scores are equal.
 """
 
 from collections.abc import Callable

@@ -19,8 +19,8 @@ _U64 = (1 << 64) - 1
 class PromptOrder:
     """The assignment of prompts to groups.
 
-    A pass has as many places as there are prompts. Without weights it has each prompt once. With weights a source gets its share of the
-    places of every pass, and iterates over its own prompts in separate passes, so that all of them are used even with a small share.
+    A pass has as many places as there are prompts. Without weights it has each prompt once. With weights a source gets its share
+    of the places of every pass, and iterates over its own prompts in separate passes, so all are used even with a small share.
 
     Args:
         seed: seed of the order.

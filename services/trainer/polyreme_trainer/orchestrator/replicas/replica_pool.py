@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 STRAGGLER_CHECK_INTERVAL = 0.5
 SHARE_SECONDS = 10.0
 GRANT_SECONDS_PER_REPLICA = 50e-6
-"""Seconds between two looks at all replicas for waiting claims, for each replica: such looks cost a bounded share of the processor."""
+"""Seconds between two looks at all replicas for waiting claims, per replica: such looks cost a bounded share of the processor."""
 CHECKS_PER_TIMEOUT = 10
 """Availability checks per timeout while a claim waits."""
 
@@ -48,7 +48,7 @@ class ReplicaPool:
     Attributes:
         targets: the replicas by id.
         held: the version at which replicas are held for its evaluation; None: they follow the newest.
-        is_shared: whether other orchestrators use the replicas too. Each then takes its share of their capacity, so that work waits here.
+        is_shared: whether other orchestrators use the replicas too. Each takes its share of their capacity, so work waits here.
         idle_time: idle time of the replicas.
     """
 

@@ -1,4 +1,4 @@
-"""Chooses the replica for a group: the least loaded one that has capacity and a policy that is new enough. Pure; time is an argument.
+"""Chooses the replica for a group: the least loaded one with capacity and a new enough policy. Pure; time is an argument.
 
 While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new version would
 take all the samples that wait for it.
@@ -27,7 +27,7 @@ class Target:
     Attributes:
         version: the policy version of its newest commit; None: none yet.
         term: the learner's term of that commit.
-        staged: a newer version that it is about to commit in the same term, as far as known; calls for it wait at the replica. None: none.
+        staged: a newer version that it is about to commit in the same term, as far as known; calls for it wait there. None: none.
         outstanding, sequences: tokens that its running calls may still return, and the number of their samples.
         failures: consecutive failed calls; an arriving token resets the count.
         backoff_until: monotonic seconds before which it gets no call, after a failure.

@@ -1,7 +1,7 @@
 """Gets the scores of a group's samples from the reward servers.
 
-Invariant: a score is what a reward computed for exactly this text, label and reward version. A failure is retried, then the group's
-attempt fails; no number ever replaces it. A server that leaves may still answer its running calls; unanswered questions go to another.
+Invariant: a score is what a reward computed for this exact text, label and reward version. A failure is retried, then the group's
+attempt fails; no number replaces it. A leaving server may answer its running calls; unanswered questions go to another.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class RewardClient:
 
     Args:
         run: provides the leases and receives the notices.
-        config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
+        config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and `rewards`' labels are used.
         token_texts: the text of each token id, for servers with a reward that reads tokens.
         proven: see `ScoringHealth`.
         backoff: the pauses between two attempts.
@@ -157,7 +157,7 @@ class RewardClient:
         await self._leases.wait_for(count, self._config.start_timeout, "reward.start_timeout")
 
     async def refresh(self) -> None:
-        """Updates the servers from the leases. A server that left gets no new questions; its running calls may still be answered."""
+        """Updates the servers from the leases. A server that left gets no new questions; running calls may still be answered."""
         leases = await self._leases.live()
         for gone in self._servers.keys() - leases.keys():
             leaving = asyncio.create_task(

@@ -1,4 +1,4 @@
-"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time. A run whose environment scores may have neither.
+"""Scores a group's samples: by the run's rewards, its teacher, or both at once. A run whose environment scores may have neither.
 
 Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher; otherwise the
 attempt at the group has failed.

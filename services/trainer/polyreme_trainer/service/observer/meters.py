@@ -51,7 +51,7 @@ class StepMeters:
 
     @contextmanager
     def replaying(self, model: str) -> Iterator[None]:
-        """What the block executes again counts for the next optimizer step alone, and only if this process has not counted it before."""
+        """What the block executes again counts for the next optimizer step alone, and only if this process has not counted it."""
         counted = self._meters.pop(model, None)
         yield
         if counted is not None:

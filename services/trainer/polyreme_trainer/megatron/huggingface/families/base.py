@@ -28,8 +28,8 @@ class MappingRow:
 
     Attributes:
         param: the parameter's name; for a layer's row, the name within the layer.
-        share: how tensor ranks share it: "all" (every rank has the whole; several tensors are stacked), "columns" (dimension 1 split evenly), "vocab" (rows, padded), "rows" (dimension 0 split evenly),
-            "gate_up" (rows of each tensor split evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
+        share: by tensor ranks: "all" (whole on each rank; several tensors stacked), "columns" or "rows" (dimension 1 or 0 split
+            evenly), "vocab" (rows, padded), "gate_up" (each tensor's rows split evenly, then stacked), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
         absent: names in `tensors` that the model does not have. The parameter has rows for them, which are always zero.
     """
@@ -130,7 +130,7 @@ class Architecture:
         return tuple(f"model.layers.{self.layers + number}." for number in range(self.mtp_layers))
 
     def with_value_head(self) -> "Architecture":
-        """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family to read it."""
+        """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family."""
         if not self.family.classifier:
             raise ConfigError(
                 "a model_type with a sequence classifier in transformers, for a critic or reward model",
@@ -190,7 +190,7 @@ class Architecture:
 EXPERT = "mlp.experts.local_experts."
 """The part of an expert parameter's name before the expert's number on its rank."""
 EXPERT_BIAS = "mlp.router.expert_bias"
-"""The name of the expert bias within a layer: the numbers that are added to the scores of experts for the choice (Wang et al. 2024)."""
+"""The name of the expert bias within a layer: the numbers added to the scores of experts for the choice (Wang et al. 2024)."""
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
 FINAL_NORM_ROW = MappingRow("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
 
@@ -274,7 +274,7 @@ class ModelFamily:
     vllm_ties: bool = True
 
     def architecture(self, config: HfConfig) -> Architecture:
-        """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""
+        """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that is not supported."""
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
         for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
@@ -323,7 +323,7 @@ class ModelFamily:
         )
 
     def with_biases(self, config: HfConfig) -> "ModelFamily":
-        """The family with the rows of the biases that config.json switches on. Raises ConfigError for a bias that its layers cannot have."""
+        """The family with rows of biases that config.json turns on. Raises ConfigError for a bias that its layers cannot have."""
         rows = list[MappingRow]()
         for name in _BIASES:
             if name not in self.biases:

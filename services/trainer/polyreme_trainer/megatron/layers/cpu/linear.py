@@ -35,7 +35,7 @@ if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
     _ONEDNN_TYPES.add(torch.bfloat16)
 _MKL = torch.backends.mkl.is_available() and _made_by_intel()
 _NARROW = 64
-"""Columns of an operand up to which torch's own product is the faster one for a weight's gradient: 2 to 8 times for ranks of 8 to 64."""
+"""Columns of an operand up to which torch's own product is faster for a weight's gradient: 2 to 8 times for ranks of 8 to 64."""
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class ColumnParallel(ColumnParallelLinear):
 
 
 class RowParallel(RowParallelLinear):
-    """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the input features; the output is the sum over ranks."""
+    """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the input features and sum the output."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
         return linear(input, weight, bias, self.tp_group, False)
