@@ -202,7 +202,7 @@ def summary(
       teacher).
     - `_max` and `_min` of `score`, `reward`, `advantage`, `return` and `value`.
     - Per group: `zero_variance_group_fraction`.
-    - `explained_variance` of the returns by the values, unless these are constant; `kl_coef`, the coefficient that was used.
+    - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient used.
     """
     sampled, trained = ~batch.greedy, batch.trained
     series = {"score": batch.score[sampled], "reward": rewards.totals[sampled], "advantage": advantages[trained]}

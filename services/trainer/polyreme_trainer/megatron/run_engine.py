@@ -122,11 +122,11 @@ class RunEngine(MegatronEngine):
         return self.saves.hf_path(version)
 
     def supervised_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """The actor's log-probabilities of a supervised micro-batch, fp32 [k], at temperature 1: no policy sampled them."""
+        """The actor's log-probabilities of a supervised micro-batch, fp32 [k], at temperature 1: no policy sampled it."""
         return self.policy.logprobs(batch.ids, batch.targets)
 
     def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities and entropies of a micro-batch's trained tokens, at sampling temperature: fp32 [2, k], in nats."""
+        """The actor's log-probabilities and entropies of the trained tokens, at sampling temperature: fp32 [2, k], in nats."""
         return self.policy.logprobs_and_entropies(batch.ids, batch.targets, self.temperature)
 
     def load(self) -> int | None:

@@ -122,7 +122,7 @@ def state_of(model: Model, sharding: Sharding) -> ModelState:
 
 
 def copy_terms(actor: Model, copy: Model, sharding: Sharding) -> list[Addend]:
-    """Temporaries of copying the actor's weights: one parameter at a time, in float32 for a wider copy, and with its adapter."""
+    """Temporaries of copying an actor's weights: one parameter at a time, in float32 for a wider copy, with its adapter added."""
     sizes = {name: math.prod(shape) for name, shape in param_shapes(actor.arch, sharding.rank).items()}
     terms = []
     if actor.adapter is not None:

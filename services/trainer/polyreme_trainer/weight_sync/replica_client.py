@@ -183,7 +183,7 @@ class ReplicaClient:
         return await self._call(lambda stub: self._send(manifest, data, local_seconds, seconds))
 
     async def _send(self, manifest: bytes, data: memoryview, local_seconds: float, seconds: float) -> Sent:
-        """Sends a manifest and its bytes; `local_seconds`: to allocate or apply at most. Raises AioRpcError, UnreachableError."""
+        """Sends a manifest and bytes; `local_seconds`: the limit to allocate or apply. Raises AioRpcError, UnreachableError."""
         assert self._channel is not None
         size, limits = len(data), self._limits
         call = self._channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=seconds)

@@ -95,7 +95,7 @@ class Routing:
         """By expert layer, of the last step: each expert's choices and probability sum, and the sum of squared log-sum-exps."""
 
     def balance(self, moe: MoeConfig) -> None:
-        """Sets the coefficients and the rate. The balancing loss has that of the model's config.json unless one is configured."""
+        """Sets the coefficients and the rate. The balancing loss has the coefficient of config.json unless one is configured."""
         self.aux_coef = self.arch.aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         self.z_coef, self.bias_rate = moe.z_loss_coef, moe.bias_update_rate
 

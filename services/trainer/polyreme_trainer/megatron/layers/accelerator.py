@@ -20,7 +20,7 @@ from polyreme_trainer.megatron.layers.spec import ModelSpec
 from polyreme_trainer.megatron.mcore import linear_with_grad_accumulation_and_async_allreduce
 
 BATCHED = 8192
-"""From this length, whole sequences of one length are a batch of torch's ordinary attention. On Hopper its cuDNN kernels take two
+"""From this length on, whole sequences of one length are a batch of torch's ordinary attention. On Hopper its cuDNN kernels take two
 thirds of the time for packed sequences, but prepare each shape for 0.1 s: so lengths are padded to multiples of `STEP`."""
 STEP = 1024
 FLASH_WIDTH = 256

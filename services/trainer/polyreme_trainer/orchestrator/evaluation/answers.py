@@ -48,7 +48,7 @@ class HeldOutSet:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the inputs that determine results besides policy and rewards: the prompts and how each is answered."""
+        """The digest of inputs that determine its results besides policy and rewards: the prompts and how each is answered."""
         settings = self.settings
         several = (settings.temperature, settings.pattern) if settings.answers > 1 else ()
         found = xxhash.xxh3_64(json.dumps([settings.answers, *several]).encode())

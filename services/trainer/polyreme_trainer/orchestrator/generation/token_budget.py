@@ -107,7 +107,7 @@ class TokenBudget:
         self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
 
     async def next_part(self, index: int, rollouts: PartialRollouts, others: Callable[[], Sequence[Span]] = tuple) -> NextPart:
-        """The tokens that the next call for a group or its episode may add. Waits while all its unfinished samples are paused.
+        """The tokens that the next call for a group or an episode may add. Waits while all its unfinished samples are paused.
 
         Args:
             others: the spans of the episode's other turns, which may grow.

@@ -27,7 +27,7 @@ class Target:
     Attributes:
         version: the policy version of its newest commit; None: none yet.
         term: the learner's term of that commit.
-        staged: a newer version that it is about to commit in the same term, as far as known; calls for it wait there. None: none.
+        staged: a newer version that it commits soon in the same term, as far as known; its calls wait at the replica. None: none.
         outstanding, sequences: tokens that its running calls may still return, and the number of their samples.
         failures: consecutive failed calls; an arriving token resets the count.
         backoff_until: monotonic seconds before which it gets no call, after a failure.

@@ -28,7 +28,7 @@ class MappingRow:
 
     Attributes:
         param: the parameter's name; for a layer's row, the name within the layer.
-        share: by tensor ranks: "all" (whole on each rank; several tensors stacked), "columns" or "rows" (dimension 1 or 0 split
+        share: for tensor ranks, "all" (whole on each rank; several tensors stacked), "columns" or "rows" (dimension 1 or 0 split
             evenly), "vocab" (rows, padded), "gate_up" (each tensor's rows split evenly, then stacked), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
         absent: names in `tensors` that the model does not have. The parameter has rows for them, which are always zero.

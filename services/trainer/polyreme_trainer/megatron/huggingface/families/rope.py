@@ -68,7 +68,7 @@ def read_rope(config: HfConfig, max_position: int, share: float | None = None) -
 
 
 def read_rope_fields(fields: HfConfig, max_position: int, *, partial: bool = False) -> Rope:
-    """Reads a rotary embedding's object, with its `rope_theta`. `partial`: it may rotate part of features. Raises ConfigError."""
+    """Reads a rotary embedding's object with `rope_theta`. `partial`: it may rotate part of the features. Raises ConfigError."""
     fields = fields.with_defaults({"original_max_position_embeddings": max_position, "type": "default"})
     if not partial:
         fields.only(PARTIAL, 1.0)
