@@ -1,7 +1,7 @@
 """The trainer's check of a run or a stage before any process starts: model family, tokenizer, chat template, data.
 
-Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked when the
-run reads them. A setting that does not apply to the model is an error and is never ignored.
+Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked
+when the run reads them. A setting that does not apply to the model is an error and is never ignored.
 """
 
 import inspect
@@ -41,8 +41,8 @@ SILENT_ENGINES = ("vllm",)
 
 
 def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
-    """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what needs it is left
-    out here."""
+    """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what
+    needs it is left out here."""
     yield from results(check_trackers(config.trackers), _check_notices(config.notices))
     yield from check_device(config.device)
     if isinstance(config, RunConfig) and config.device != "cpu":

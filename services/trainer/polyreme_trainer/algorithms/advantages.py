@@ -1,10 +1,10 @@
 """Advantage estimators, from rewards to advantages, in float64 numpy.
 
-Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other samples
-of its group. A sample is an episode, which may have several turns in several trajectories (see `batch`).
+Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other
+samples of its group. A sample is an episode, which may have several turns in several trajectories (see `batch`).
 
-Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are equal,
-whitened or not.
+Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are
+equal, whitened or not.
 
 A further estimator is a class in `polyreme.config.recipes.recipe`, its formula here, and a line in ESTIMATORS.
 """
@@ -52,8 +52,8 @@ def gae(
 ) -> tuple[Float64, Float64]:
     """Generalised advantage estimation, Schulman et al. 2015 (arXiv 1506.02438), equation 16, over the trained tokens.
 
-    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the sequence, so
-    masked tokens are skipped. After the last trained token the value is 0, or `final_values`.
+    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the
+    sequence, so masked tokens are skipped. After the last trained token the value is 0, or `final_values`.
 
     Args:
         rewards, values: float64 [t].
@@ -192,9 +192,9 @@ def turn_normalised(
 ) -> Float64:
     """The return from each turn on, normalised over all turns of the group: Kevin, Baronio et al. 2025 (arXiv 2507.11948).
 
-    `G_k = R_k + gamma G_(k+1)`, where R_k is the sum of turn k's token rewards. Each turn of each episode is compared with all turns of the
-    group's episodes as `group_normalised` compares samples. Turns without trained tokens do not count; a turn without another one to compare
-    with has advantage 0.
+    `G_k = R_k + gamma G_(k+1)`, where R_k is the sum of turn k's token rewards. Each turn of each episode is compared with all
+    turns of the group's episodes as `group_normalised` compares samples. Turns without trained tokens do not count; a turn
+    without another one to compare with has advantage 0.
 
     Args:
         rewards: float64 [t].

@@ -1,7 +1,7 @@
 """The inputs and the result of a stage's loss for one micro-batch.
 
-Invariant: a row is never split between micro-batches, and the divisor of a loss comes from the whole optimizer step. So the sum of its
-values over micro-batches and ranks does not depend on how the step is split.
+Invariant: a row is never split between micro-batches, and the divisor of a loss comes from the whole optimizer step. So the sum
+of its values over micro-batches and ranks does not depend on how the step is split.
 """
 
 from collections.abc import Mapping

@@ -90,8 +90,8 @@ def log_odds(logprob: Tensor) -> Tensor:
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, tie: Tensor) -> Tensor:
     """`-logsigmoid(c - r - margin)` of scores; for a tie the mean of both orders, without margin.
 
-    Bradley and Terry 1952, as a reward model's loss in Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is that of Llama 2,
-    Touvron et al. 2023 (arXiv 2307.09288), equation 2.
+    Bradley and Terry 1952, as a reward model's loss in Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is that of
+    Llama 2, Touvron et al. 2023 (arXiv 2307.09288), equation 2.
 
     Args:
         chosen, rejected: scores [n].

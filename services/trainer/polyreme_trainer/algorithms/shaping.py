@@ -82,8 +82,8 @@ def distillation_advantages(teacher: Float32, student: Float32, mask: Float32, c
     On-policy distillation: the policy gradient of the reverse KL to the teacher with a discount of 0, Agarwal et al. 2023
     (arXiv 2306.13649). Exactly 0 where teacher and student agree.
 
-    The KL is that of the policy which the step moves, also for samples of an older one: their ratio to the sampler corrects which tokens were
-    drawn, not what the policy thinks of them.
+    The KL is that of the policy which the step moves, also for samples of an older one: their ratio to the sampler corrects which
+    tokens were drawn, not what the policy thinks of them.
 
     Args:
         teacher: float32 [t], log-probabilities of the sampled tokens under the teacher.

@@ -3,8 +3,8 @@
 The directories' names, the number of entries, and the numbers and widths of a file's experts determine the layout. The matrices
 of several experts (`grouped_experts`) show only the product of two numbers, so the number of expert ranks comes from elsewhere.
 
-Invariant: the files are those of all ranks of one layout, and of no other. Megatron's arguments in the files, and the numbers of ranks that
-the caller gives, do not contradict it.
+Invariant: the files are those of all ranks of one layout, and of no other. Megatron's arguments in the files, and the numbers of
+ranks that the caller gives, do not contradict it.
 """
 
 import argparse
@@ -173,8 +173,8 @@ def _expert_ranks(folder: Path, arch: Architecture, files: Mapping[Numbers, Rank
 
 
 def _experts(folder: Path, arch: Architecture, files: Iterable[RankFile]) -> tuple[int, int]:
-    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do. A rank may have only layers without
-    experts."""
+    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do. A rank may have only
+    layers without experts."""
     down, where = next((found for file in files for found in _one_layer(file)), ([], ""))
     if not down or not arch.experts:
         return 1, 0

@@ -1,7 +1,7 @@
 """Writes a Megatron checkpoint in the format `torch_dist`, as `megatron.core.dist_checkpointing` saves one of a single rank.
 
-torch writes the files. Every layer (and expert) is a separate piece in a tensor of all layers, so a rank that loads the checkpoint reads
-the pieces of its own layers only, in any layout.
+torch writes the files. Every layer (and expert) is a separate piece in a tensor of all layers, so a rank that loads the
+checkpoint reads the pieces of its own layers only, in any layout.
 
 Invariant: one parameter at a time is in memory.
 """

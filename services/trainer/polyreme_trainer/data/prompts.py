@@ -1,7 +1,7 @@
 """Reads data files into prompts for rollouts and examples for supervised training.
 
-Invariant: prompts and examples depend only on the files, the model files and the `data` section, so an index names the same prompt after a
-restart. Every token id has an embedding in the model. Every error names the file and the row.
+Invariant: prompts and examples depend only on the files, the model files and the `data` section, so an index names the same
+prompt after a restart. Every token id has an embedding in the model. Every error names the file and the row.
 """
 
 import json
@@ -130,8 +130,8 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
     """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are omitted and counted.
 
     Raises:
-        DataError: a row is unusable, a prompt is too long under `overlong: error`, no prompt of a source is usable, or no row has the
-            column that `data.label_key` names.
+        DataError: a row is unusable, a prompt is too long under `overlong: error`, no prompt of a source is usable, or no row has
+            the column that `data.label_key` names.
     """
     store, seen, sizes, labels = PromptStore(), set[int](), list[int](), LabelCount()
     filtered = duplicates = 0

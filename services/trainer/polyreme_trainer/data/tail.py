@@ -1,7 +1,7 @@
 """Continues a conversation token by token, with nothing but the model's own chat template.
 
-Invariant: tokens that were sampled are never encoded again. What follows an answer depends only on the new messages: templates that drop
-earlier thoughts, strip blanks or write arguments anew cannot change what stands before.
+Invariant: tokens that were sampled are never encoded again. What follows an answer depends only on the new messages: templates
+that drop earlier thoughts, strip blanks or write arguments anew cannot change what stands before.
 
 The rule: a stand-in for the conversation is rendered with the new messages behind it. What follows its last answer's end token
 also follows that of the real one. That each new message is whole there is tried once per sequence of roles, with marks as texts.

@@ -1,7 +1,7 @@
 """The trainer's machine, node 0: it announces a launch, names its members and reports how it ended.
 
-Invariant: a launch has one member for every other node, and its outcome is one exit status or one error. An exit code that forbids a
-restart takes precedence, whichever machine reports it.
+Invariant: a launch has one member for every other node, and its outcome is one exit status or one error. An exit code that
+forbids a restart takes precedence, whichever machine reports it.
 """
 
 import asyncio

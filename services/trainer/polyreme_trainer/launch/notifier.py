@@ -1,7 +1,7 @@
 """Sends a run's notices to its receivers.
 
-Invariant: no receiver can stop, fail or delay a run. Each has a queue of at most QUEUE notices, a deadline for each attempt and a limited
-number of attempts. At the run's end, all receivers together have CLOSE_SECONDS.
+Invariant: no receiver can stop, fail or delay a run. Each has a queue of at most QUEUE notices, a deadline for each attempt and a
+limited number of attempts. At the run's end, all receivers together have CLOSE_SECONDS.
 """
 
 import asyncio

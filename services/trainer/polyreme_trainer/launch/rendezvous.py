@@ -112,8 +112,8 @@ async def check_files(run: Run, config: RunConfig, launch: str, seconds: float) 
 
 
 def proof_of(config: RunConfig, launch: str) -> Path:
-    """The file that the trainer's machine creates for each launch. A machine that sees it shares the run directory. Each launch has a new
-    name, so that no cache can contain it."""
+    """The file that the trainer's machine creates for each launch. A machine that sees it shares the run directory. Each launch
+    has a new name, so that no cache can contain it."""
     return config.run_dir / f".launch-{launch}"
 
 

@@ -1,7 +1,7 @@
 """The protocols of a training engine: what every program uses, and what a run's control loop and a stage's loop add to it.
 
-Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them. This module
-imports no torch. The megatron engine and the simulated engine implement the protocols.
+Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them. This
+module imports no torch. The megatron engine and the simulated engine implement the protocols.
 """
 
 from collections.abc import Mapping, Sequence
@@ -126,8 +126,8 @@ class RowsLoss:
 
 
 class StepEngine(Protocol):
-    """Models by the names of their roles, and what an optimizer step needs: one or more calls of `forward_backward`, whose gradients add up,
-    and then one of `optim_step`. Log-probabilities of rows are those at temperature 1."""
+    """Models by the names of their roles, and what an optimizer step needs: one or more calls of `forward_backward`, whose
+    gradients add up, and then one of `optim_step`. Log-probabilities of rows are those at temperature 1."""
 
     def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""

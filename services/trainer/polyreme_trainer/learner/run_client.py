@@ -138,8 +138,8 @@ class RunClient:
     async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
         """Greedy and sampled answers to a few training prompts from replicas that serve `version`. Waits for them as `committed`.
 
-        Replicas that are lost during the call, or join later, are skipped. When all are lost, their successors are queried. The deadline of
-        the whole call is that of `committed`.
+        Replicas that are lost during the call, or join later, are skipped. When all are lost, their successors are queried. The
+        deadline of the whole call is that of `committed`.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
@@ -179,8 +179,8 @@ class RunClient:
     async def _answers(
         self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
     ) -> tuple[Answers, Answers] | None:
-        """One replica's answers; None when it is lost first, and then `lost` has the reason. Its lease is checked during the call, since the
-        lease of a dead replica expires before the call times out."""
+        """One replica's answers; None when it is lost first, and then `lost` has the reason. Its lease is checked during the
+        call, since the lease of a dead replica expires before the call times out."""
 
         async def check() -> None:
             if lease.id not in {other.id for other in await self.registry.leases("rollout")}:

@@ -1,7 +1,7 @@
 """The saves of a training loop: when each starts, and the report of each once it is complete. The engine writes them.
 
-Invariant: a save starts only after the previous one has been reported, so at most one is being written and none is forgotten. This module
-imports no torch.
+Invariant: a save starts only after the previous one has been reported, so at most one is being written and none is forgotten.
+This module imports no torch.
 """
 
 import time
@@ -49,8 +49,8 @@ class Saving:
     def is_late(self, seconds: float) -> bool:
         """Whether `seconds` (0: never) passed since the newest save was complete, or since the loop was created before the first.
 
-        A running save is not late, so a save that takes longer than the interval is not followed by another one at once. Clocks differ
-        between ranks: rank 0's answer counts.
+        A running save is not late, so a save that takes longer than the interval is not followed by another one at once. Clocks
+        differ between ranks: rank 0's answer counts.
         """
         return seconds > 0 and not self._runs and self._clock() - self._newest >= seconds
 

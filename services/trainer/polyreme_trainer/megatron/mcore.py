@@ -1,7 +1,7 @@
 """The imports of megatron-core.
 
-Invariant: no other module imports megatron, so one place controls the cost and the output of the import: no warnings about missing CUDA
-packages, no compiler where nothing is compiled, no tracker.
+Invariant: no other module imports megatron, so one place controls the cost and the output of the import: no warnings about
+missing CUDA packages, no compiler where nothing is compiled, no tracker.
 """
 # ruff: noqa: F401 - the other modules import these names from here
 

@@ -21,8 +21,8 @@ DEVICE = "POLYREME_DEVICE"
 """The environment variable with a rank's kind of device. A rank imports megatron-core before it reads its configuration."""
 _PACKAGE, _MODULE = "mindspeed", "megatron_adaptor"
 _ARGUMENTS = ("--optimization-level", "0", "--optimizer-selection", "fused_torch_adamw")
-"""The adaptor reads `sys.argv`. Level 0 is the smallest set of replacements: attention, norms and rotary embeddings have kernels in our own
-spec. Checkpoints hold the state of torch's AdamW, but by default the adaptor chooses another."""
+"""The adaptor reads `sys.argv`. Level 0 is the smallest set of replacements: attention, norms and rotary embeddings have kernels
+in our own spec. Checkpoints hold the state of torch's AdamW, but by default the adaptor chooses another."""
 
 
 @dataclass(frozen=True)

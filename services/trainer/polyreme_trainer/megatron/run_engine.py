@@ -188,8 +188,8 @@ class RunEngine(MegatronEngine):
         return role
 
     def make_reference(self, path: Path) -> None:
-        """Creates the reference role from the Hugging Face directory of version 0. When `shares_reference` is set, version 0 is the actor
-        without its adapters, so the role uses the actor's memory and reads nothing."""
+        """Creates the reference role from the Hugging Face directory of version 0. When `shares_reference` is set, version 0 is
+        the actor without its adapters, so the role uses the actor's memory and reads nothing."""
         if self.config.shares_reference:
             self.reference = self.add_base("reference", self.actor)
             return

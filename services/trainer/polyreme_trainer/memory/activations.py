@@ -1,11 +1,11 @@
 """The memory of one optimizer step on top of the models' state: saved activations, logits, and the largest temporaries.
 
-A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with hidden
-size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of attention and MLP,
-sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022, section 4, without the score
-matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one another, and saves queries, keys, values and
-output of the padding too. A sliding window w has a mask [w, w], once for all layers, and its layers save the keys and values before each w queries
-as well.
+A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with
+hidden size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of
+attention and MLP, sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022,
+section 4, without the score matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one
+another, and saves queries, keys, values and output of the padding too. A sliding window w has a mask [w, w], once for all layers,
+and its layers save the keys and values before each w queries as well.
 
 Invariant: the estimate is that of a full micro-batch. For padding, the lengths of its sequences count as evenly spread.
 """

@@ -1,7 +1,7 @@
 """The memory of a learner rank as a sum of named terms, and the memory of a policy's versions outside the ranks.
 
-Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the interpreter, not the
-device's context, and not the buffers of collectives.
+Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the
+interpreter, not the device's context, and not the buffers of collectives.
 
 With offload, gradients exist only in their model's steps. An optimizer step has its own peak: without activations, with part of
 the moments and full-precision weights on the device. So has copying the actor's weights into another model: both are there.
@@ -98,8 +98,8 @@ def moments(
         models: the actor first.
 
     Returns:
-        By name: "ROLE", the micro-batches of a trained model; "ROLE optimizer step", if that moves state; "ROLE copy", when a model takes the
-        actor's weights.
+        By name: "ROLE", the micro-batches of a trained model; "ROLE optimizer step", if that moves state; "ROLE copy", when a
+        model takes the actor's weights.
     """
     offload = offload or OffloadConfig()
     states = [state_of(model, sharding) for model in models]

@@ -17,8 +17,8 @@ class Sharding:
 
     Attributes:
         rank: the rank's coordinates among the tensor, pipeline and expert ranks, which determine its parameters.
-        optimizer_ranks: ranks over which each parameter's optimizer state is divided. The state of experts is divided only among the ranks
-            that have the same experts.
+        optimizer_ranks: ranks over which each parameter's optimizer state is divided. The state of experts is divided only among
+            the ranks that have the same experts.
         sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
         micro_batches: number of micro-batches whose activations exist at once, counted once in each virtual stage.
         context_ranks: ranks that share the tokens of a micro-batch; each has all keys and values.

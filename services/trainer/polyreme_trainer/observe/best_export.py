@@ -1,7 +1,7 @@
 """Keeps the export of the best evaluated version in hf/best.
 
-Invariant: hf/best is complete or missing. It shares its files with the export (hard links), so it costs no space, and it stays when
-`keep_checkpoints` removes that export.
+Invariant: hf/best is complete or missing. It shares its files with the export (hard links), so it costs no space, and it stays
+when `keep_checkpoints` removes that export.
 """
 
 import logging

@@ -35,8 +35,8 @@ def import_tensorboard() -> None:
 
 
 class Board:
-    """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
-    and the next caller then blocks on its queue."""
+    """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the
+    disk is full, and the next caller then blocks on its queue."""
 
     def __init__(self, file: "RecordWriter", event: "type[Event]", scalar: "Callable[..., object]") -> None:
         self._file, self._event, self._scalar = file, event, scalar

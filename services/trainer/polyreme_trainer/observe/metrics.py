@@ -32,8 +32,8 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only. Scores are counted
-            per episode; lengths count sampled tokens.
+        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only. Scores are
+            counted per episode; lengths count sampled tokens.
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _TAIL = 1 << 16
 
 GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
-"""Returns the payloads of an iteration's groups, and how the iteration used their samples (None: unknown). Raises PolyremeError when the log
-no longer has them."""
+"""Returns the payloads of an iteration's groups, and how the iteration used their samples (None: unknown). Raises PolyremeError
+when the log no longer has them."""
 _DIGITS = 5
 _RESUMED_SECONDS = 5.0
 """Seconds between two records about repeated steps of a stage."""

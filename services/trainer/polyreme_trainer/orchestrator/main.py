@@ -1,7 +1,7 @@
 """The orchestrator: it prepares, waits for the run to start, then admits groups and brings each into the experience log.
 
-A run may have several, which share the groups by index. Invariant: the next step is derived from the log, never from memory, so a successor
-continues where a killed orchestrator stopped.
+A run may have several, which share the groups by index. Invariant: the next step is derived from the log, never from memory, so a
+successor continues where a killed orchestrator stopped.
 """
 
 import asyncio

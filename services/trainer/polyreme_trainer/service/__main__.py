@@ -42,8 +42,8 @@ SIGNING_KEY = "signing-key"
 
 
 async def with_log(config: ServeConfig, work: Callable[[RequestLog, Redis, asyncio.Event], Awaitable[None]]) -> None:
-    """Runs `work` until a signal, with the request log and its Redis. Also ends while Redis does not answer: then what waits for it is cancelled after
-    GRACE_SECONDS."""
+    """Runs `work` until a signal, with the request log and its Redis. Also ends while Redis does not answer: then what waits for
+    it is cancelled after GRACE_SECONDS."""
     stop = stop_event()
     async with until_set(stop, GRACE_SECONDS), connected(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT) as redis:
         await work(RequestLog(redis, config.name), redis, stop)

@@ -1,7 +1,7 @@
 """The Tinker API over HTTP: requests go into the log, results come out of it.
 
-Invariant: the application computes nothing and keeps nothing: a restarted one answers as the one before. An operation that fails is an answer
-with `error` and `category`, as the SDK expects it. What the API does not have is refused by name.
+Invariant: the application computes nothing and keeps nothing: a restarted one answers as the one before. An operation that fails
+is an answer with `error` and `category`, as the SDK expects it. What the API does not have is refused by name.
 """
 
 import asyncio
@@ -190,8 +190,8 @@ class ServiceApi:
         return await self._into_lane(call, model, message.seq_id, request)
 
     def _in_order(self, kind: type[m.AnyMessage], build: Callable[[ApiCall, m.AnyMessage], Awaitable[Request]]) -> Handler:
-        """The handler of a request for a model, which `build` reads. One that cannot be executed has its place in the order, too: the client's next
-        one has the next number."""
+        """The handler of a request for a model, which `build` reads. One that cannot be executed has its place in the order, too:
+        the client's next one has the next number."""
 
         async def answer(call: ApiCall) -> Response:
             name, seq = m.read_place(call.body)

@@ -1,8 +1,8 @@
 """`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
-Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is lost: the same
-command in the same directory continues every model. A process alone is started again by what has started it, such as a container's restart
-policy.
+Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is
+lost: the same command in the same directory continues every model. A process alone is started again by what has started it, such
+as a container's restart policy.
 """
 
 import asyncio
@@ -106,8 +106,8 @@ def _check_access(config: ServeConfig) -> None:
 
 
 def _run_alone(part: ServicePart, config: ServeConfig, redis: str | None) -> None:
-    """Runs a part in this process, or the learner's ranks below it, until a signal. Two of the same would both execute what is logged, so the
-    second one is refused."""
+    """Runs a part in this process, or the learner's ranks below it, until a signal. Two of the same would both execute what is
+    logged, so the second one is refused."""
     if redis is None:
         raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the processes meet.")
     with owned(config.run_dir / part):

@@ -1,12 +1,12 @@
 """The training service's engine: one base model, and the models of tenants on it.
 
-Each tenant's model has its adapters, moments, gradient and count of steps. Those that were used last are on the device; the others are in the
-host's memory. Batches of several models share a pass when they fit into one micro-batch.
+Each tenant's model has its adapters, moments, gradient and count of steps. Those that were used last are on the device; the
+others are in the host's memory. Batches of several models share a pass when they fit into one micro-batch.
 
 With several ranks, each has its part of every model, and all of them make the same calls in the same order.
 
-Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same bits. Between
-two calls, a model's gradient is summed over the ranks, and each keeps its part of the sum.
+Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same
+bits. Between two calls, a model's gradient is summed over the ranks, and each keeps its part of the sum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -161,8 +161,8 @@ class ServiceEngine:
         return optimizer.steps
 
     def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
-        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. Raises TenantError for
-        adapters or a critic that the base model cannot have."""
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. Raises
+        TenantError for adapters or a critic that the base model cannot have."""
         self._make_room(())
         self._model.train(TrainedParameters())
         if lora is None or self._base_is_changed:
@@ -184,8 +184,8 @@ class ServiceEngine:
             torch.distributed.barrier()
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
-        """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without moments. Raises
-        ModelLostError, on every rank, when one of them finds no file."""
+        """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without
+        moments. Raises ModelLostError, on every rank, when one of them finds no file."""
         self.remove(name)
         self.create(name, lora, 0, critic)
         found = None

@@ -130,8 +130,8 @@ class ModelLearner:
         return [place for place in requests.places if place.lane not in loading]
 
     async def _joined(self, requests: OpenRequests, waiting: Sequence[LogPlace], leader: LogPlace) -> dict[LogPlace, bytes]:
-        """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may have ended the
-        process is executed alone."""
+        """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may
+        have ended the process is executed alone."""
         joined = dict(zip([leader], await requests.take([leader]), strict=True))
         op = Request.unpack(joined[leader]).op
         if op not in BATCHES or requests.has_begun(leader):
@@ -194,8 +194,8 @@ class ModelLearner:
             self._replay[place.lane] = Replay()
 
     async def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
-        """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`: they have had
-        their results."""
+        """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`:
+        they have had their results."""
         results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
         for place, request in requests.items():
             try:

@@ -23,8 +23,8 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SnapshotProbe:
-    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many seconds a snapshot
-    waits for a sampler that is busy or starts again. Its first request loads it then."""
+    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many
+    seconds a snapshot waits for a sampler that is busy or starts again. Its first request loads it then."""
 
     ids: NDArray[np.int64]
     limit: float
@@ -45,8 +45,8 @@ class SnapshotProbe:
     def mismatch(self, learned: FloatArray, sampled: FloatArray) -> str | None:
         """What is wrong with a sampler's log-probabilities; None when they are the learner's up to rounding.
 
-        The measure is the mean of exp(d) - 1 - d, where d is the learner's log-probability minus the sampler's: an estimate of the KL
-        divergence.
+        The measure is the mean of exp(d) - 1 - d, where d is the learner's log-probability minus the sampler's: an estimate of
+        the KL divergence.
         """
         difference = learned.astype(np.float64) - sampled.astype(np.float64)
         value = float((np.exp(difference) - 1 - difference).mean())

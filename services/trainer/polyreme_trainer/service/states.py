@@ -5,8 +5,8 @@
     MODEL/sampler_weights/NAME       a checkpoint to sample from: PEFT's files, or all weights
     MODEL/external_weights/NAME      the same files, to download
 
-Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that wrote it, whose
-it is, and when it expires. Checkpoints take at most `limit` bytes.
+Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that
+wrote it, whose it is, and when it expires. Checkpoints take at most `limit` bytes.
 """
 
 from collections.abc import Callable
@@ -94,8 +94,8 @@ class States(Folders):
                     folder.rmdir()
 
     def _make_room(self, checkpoint: SavedModel, needed: int) -> None:
-        """Deletes checkpoints without a name, the oldest first, until one of `needed` bytes is within the limit. Raises TenantError, and deletes none,
-        when those with a name leave no room."""
+        """Deletes checkpoints without a name, the oldest first, until one of `needed` bytes is within the limit. Raises
+        TenantError, and deletes none, when those with a name leave no room."""
         others = [each for model in self.models() for each in self.kept(model) if each.name != checkpoint]
         if (named := needed + sum(each.nbytes for each in others if each.facts.is_named)) > self._limit:
             raise TenantError(

@@ -46,8 +46,8 @@ class TenantEngine(Protocol):
         ...
 
     def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
-        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. The values of a new critic
-        are 0. Raises TenantError for adapters or a critic that the base model cannot have."""
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. The values
+        of a new critic are 0. Raises TenantError for adapters or a critic that the base model cannot have."""
         ...
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:

@@ -33,8 +33,8 @@ class TenantSession:
 
 @dataclass(frozen=True)
 class TenantModel:
-    """A model that is trained. base_model: its name for clients, see `messages.name_of`. rank: of its adapters; 0: all parameters. used: its last
-    request, seconds since the epoch. is_unloaded: its last request is the one that unloads it."""
+    """A model that is trained. base_model: its name for clients, see `messages.name_of`. rank: of its adapters; 0: all
+    parameters. used: its last request, seconds since the epoch. is_unloaded: its last request is the one that unloads it."""
 
     name: str
     base_model: str

@@ -1,7 +1,7 @@
 """The program of every stage: one optimizer step after the other, evaluations, checkpoints, and the export at the end.
 
-Invariant: a checkpoint follows the evaluation of its step; so a stage that is killed at any point and restarted ends with the same weights
-and records. A stage that returns has no unfinished save. This module imports no torch: the engine runs the steps.
+Invariant: a checkpoint follows the evaluation of its step; so a stage that is killed at any point and restarted ends with the
+same weights and records. A stage that returns has no unfinished save. This module imports no torch: the engine runs the steps.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """A training engine without torch that learns nothing. Tests and scale runs use it to exercise everything around the training.
 
-Invariant: a version's bytes are digests of all plans and payloads up to it, in order. They prove what was trained, how often and in which
-order, and a replay must produce the same bytes. Only the training is simulated: control loop, log, arena and publisher are those of
-`polyreme train`.
+Invariant: a version's bytes are digests of all plans and payloads up to it, in order. They prove what was trained, how often and
+in which order, and a replay must produce the same bytes. Only the training is simulated: control loop, log, arena and publisher
+are those of `polyreme train`.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Tracks which arena slots may be written. Pure.
 
-Invariant: a slot is free unless it holds the newest version (replicas that join read it) or the pinned one, or a replica serves from it
-(to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot from which a delta is
-being computed is free but used last, since training never waits for a delta.
+Invariant: a slot is free unless it holds the newest version (replicas that join read it) or the pinned one, or a replica serves
+from it (to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot from
+which a delta is being computed is free but used last, since training never waits for a delta.
 """
 
 from collections.abc import Collection

@@ -1,7 +1,7 @@
 """A thread that pushes complete versions to the replicas while the learner trains.
 
-Invariant: the learner's thread waits for a replica only in `acquire_slot` and `wait_committed`, each with a deadline. The learner's
-next call raises an error of the thread.
+Invariant: the learner's thread waits for a replica only in `acquire_slot` and `wait_committed`, each with a deadline. The
+learner's next call raises an error of the thread.
 """
 
 import asyncio

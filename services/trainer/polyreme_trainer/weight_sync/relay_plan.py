@@ -51,8 +51,8 @@ class RelayPlan:
     def assign(self, replica: str, content: Content, now: float, full: Collection[str] = ()) -> str | None:
         """The replica that `replica` fetches the content from, none of `full`; None: the trainer sends it.
 
-        The replica with the fewest others that fetch from it comes first. The result is a chain, which uses each link once, and a tree
-        beyond MAX_UNFINISHED.
+        The replica with the fewest others that fetch from it comes first. The result is a chain, which uses each link once, and a
+        tree beyond MAX_UNFINISHED.
         """
         self._failures = {pair: until for pair, until in self._failures.items() if until > now}
         others = {name: receipt for name, receipt in self._receipts.items() if name != replica}

@@ -1,11 +1,11 @@
 """Which replicas there are, which version they should serve, and which arena slot training may write next.
 
 Invariant:
-- Every live replica has one task that keeps it at the target version, each at its own pace: see `replica_push`. The target is the newest
-  version; while a version is held for its evaluation, it replaces the newest one.
-- A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost its lease,
-  or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
-  that blocks training is interrupted much earlier, and restarted.
+- Every live replica has one task that keeps it at the target version, each at its own pace: see `replica_push`. The target is the
+  newest version; while a version is held for its evaluation, it replaces the newest one.
+- A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost
+  its lease, or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten
+  bytes.) A stream that blocks training is interrupted much earlier, and restarted.
 """
 
 import asyncio

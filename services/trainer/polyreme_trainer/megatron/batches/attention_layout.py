@@ -22,8 +22,8 @@ class Blocks:
 
     Attributes:
         shapes: rows and width of each block.
-        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p = t, and the
-            positions are the tokens in their order.
+        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p =
+            t, and the positions are the tokens in their order.
         scatter: int64 [t], each token's position.
     """
 
@@ -39,8 +39,8 @@ class Layout:
     Attributes:
         blocks: the blocks of the queries.
         keys: int64 [p], the key of the query at each position. None: queries and keys are of the same tokens.
-        before: int64, the keys before the pieces of each block that has such, [rows, width] each, one block after the other; the last one is
-            that before the piece. A row with fewer repeats its first one.
+        before: int64, the keys before the pieces of each block that has such, [rows, width] each, one block after the other; the
+            last one is that before the piece. A row with fewer repeats its first one.
         widths: this width of each block; 0: its pieces see only their own keys.
         seen: the mask of each block's keys before, bool, [queries, width] or [rows, 1, 1, width]; None: all are seen.
     """

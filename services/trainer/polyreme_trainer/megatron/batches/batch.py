@@ -1,7 +1,7 @@
 """Plans micro-batches of packed sequences of uneven length. The planning is pure and the same on every rank.
 
-Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, and is never split. A loss gets the
-trained tokens of a micro-batch as flat arrays.
+Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, and is never split. A loss
+gets the trained tokens of a micro-batch as flat arrays.
 """
 
 import heapq
@@ -32,8 +32,8 @@ class Cost:
     """The cost of training a sequence. The unit is one token's cost in all matrix products with weights, forwards and backwards.
 
     Attributes:
-        attention: the cost of attention for each pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times what
-            `cost_of` computes.
+        attention: the cost of attention for each pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times
+            what `cost_of` computes.
     """
 
     attention: float = 0.0
@@ -46,8 +46,8 @@ class Cost:
 def cost_of(arch: Architecture) -> Cost:
     """The cost that follows from a model's floating-point operations (Narayanan et al. 2021, without their recomputation).
 
-    A token takes 6 for each weight that it uses. A sequence of L tokens takes 6 L^2 for each feature of the queries in each layer, because a
-    causal mask leaves half of the scores. Layers with a window are not counted: their cost grows with L.
+    A token takes 6 for each weight that it uses. A sequence of L tokens takes 6 L^2 for each feature of the queries in each
+    layer, because a causal mask leaves half of the scores. Layers with a window are not counted: their cost grows with L.
     """
     weights = arch.active_parameters
     return Cost((arch.layers - sum(arch.sliding)) * arch.queries / weights)
@@ -57,15 +57,15 @@ def cost_of(arch: Architecture) -> Cost:
 class Sequences:
     """n sequences of token ids, each a prompt with its response, and the mask of the trained tokens.
 
-    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction, t in all;
-    the entries of sequence i are at `offsets[i]:offsets[i + 1]`.
+    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction,
+    t in all; the entries of sequence i are at `offsets[i]:offsets[i + 1]`.
 
     Attributes:
         ids: int64 [L] each, L >= 1.
         mask: float32 [t], 1 where the predicted token is trained on.
         together: the number of consecutive sequences, counted from the first, that stay in one micro-batch.
-        routes: for each sequence, the experts that sampled its last tokens, integers [tokens, layers, top_k]: those of the forward pass that
-            predicted each; -1: unknown. None: all unknown.
+        routes: for each sequence, the experts that sampled its last tokens, integers [tokens, layers, top_k]: those of the
+            forward pass that predicted each; -1: unknown. None: all unknown.
     """
 
     ids: Sequence[IntArray]
@@ -109,8 +109,8 @@ def with_end(sequences: Sequences) -> Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over the t tokens of packed sequences, all except each sequence's last, see `pack`. Padding is at the end, with target
-    IGNORE.
+    """One forward pass over the t tokens of packed sequences, all except each sequence's last, see `pack`. Padding is at the end,
+    with target IGNORE.
 
     Attributes:
         indices: int64 [b], indices of the sequences.
@@ -168,8 +168,8 @@ def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -
 def share(costs: NDArray[np.float64], indices: IntArray, ranks: int) -> list[IntArray]:
     """Each data-parallel rank's share of `indices`: the costliest sequence left goes to the rank with least cost (Graham 1969).
 
-    The totals of two ranks differ by at most the costliest sequence. Of equal ranks the first one is taken, so the result is the same
-    everywhere.
+    The totals of two ranks differ by at most the costliest sequence. Of equal ranks the first one is taken, so the result is the
+    same everywhere.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]  # a heap of costs and ranks
@@ -207,8 +207,8 @@ def plan_ranks(
 def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list[IntArray]:
     """Cuts `indices`, in order of decreasing length, into the least number of micro-batches of at most `budget` tokens.
 
-    Of such cuts it takes the one whose largest micro-batch is smallest, so that memory and a pipeline's stages are used evenly. A sequence of
-    more than `budget` tokens forms its own micro-batch.
+    Of such cuts it takes the one whose largest micro-batch is smallest, so that memory and a pipeline's stages are used evenly. A
+    sequence of more than `budget` tokens forms its own micro-batch.
 
     Returns:
         Index arrays that together contain every index once, longest sequences first: attention pads similar lengths together.
@@ -244,8 +244,8 @@ def pack(
 
     Args:
         multiple: the number of positions is a multiple of this.
-        joins_beginnings: whether the tokens before a sequence's first trained prediction are there once for all sequences that begin with
-            them, see `PackedIds.places`.
+        joins_beginnings: whether the tokens before a sequence's first trained prediction are there once for all sequences that
+            begin with them, see `PackedIds.places`.
         runs: the number of sequences of each run that has adapters of its own. Empty: there is one run.
     """
     predictions = sequences.lengths[indices] - 1

@@ -1,7 +1,7 @@
 """Distributes the tokens of a micro-batch over context ranks.
 
-For c ranks a sequence is cut into 2 c pieces. Rank r has the pieces r and 2 c - 1 - r: an early one that attends to few tokens, and a late one
-that attends to many, so all ranks have the same amount of computation (Grattafiori et al. 2024, section 3.3.2).
+For c ranks a sequence is cut into 2 c pieces. Rank r has the pieces r and 2 c - 1 - r: an early one that attends to few tokens,
+and a late one that attends to many, so all ranks have the same amount of computation (Grattafiori et al. 2024, section 3.3.2).
 
 Invariant: every token is on exactly one rank, and all ranks have the same number of tokens. The module is pure.
 """

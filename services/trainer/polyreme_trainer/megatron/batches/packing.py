@@ -1,7 +1,7 @@
 """Sequences in one row of tokens, one after the other, and the description of them that attention needs.
 
-Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is then computed
-once for all of them.
+Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is
+then computed once for all of them.
 
 Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment
 adds tokens at the end only, as a separate sequence. A sequence's queries belong to the last of the tokens whose keys they see.
@@ -35,8 +35,8 @@ class PackedIds:
     Attributes:
         ids: int64 [t], all tokens.
         lengths: the number of tokens of each sequence, 1 or more.
-        places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the sequences have no
-            tokens in common, so the tokens are in this order.
+        places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the
+            sequences have no tokens in common, so the tokens are in this order.
         runs: the number of sequences of each run, whose attention is planned alone, see `shared_pass`. Empty: all are one run.
     """
 
@@ -108,8 +108,8 @@ class Packing(PackedSeqParams):
         key_lengths: the number of keys of each sequence.
         features: the width of all queries of this rank.
         runs: see `PackedIds`.
-        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the compute
-            dtype.
+        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the
+            compute dtype.
         halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
         keys: for a half, the positions of its keys among the gathered keys.
         copies: the tokens that sequences have in common; None: there are none.

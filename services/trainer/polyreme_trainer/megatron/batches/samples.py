@@ -1,7 +1,7 @@
 """Converts the samples of an iteration's groups for their two readers: trajectories for the models, episodes for the algorithm.
 
-Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`. The offsets of the
-episodes are among those of their trajectories.
+Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`. The offsets of
+the episodes are among those of their trajectories.
 """
 
 from collections.abc import Callable, Mapping, Sequence

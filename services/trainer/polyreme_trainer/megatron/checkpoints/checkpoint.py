@@ -1,13 +1,13 @@
-"""Checkpoints: everything that the ranks need to continue as if they had never stopped. On the same layout the result is equal bit for bit,
-on any other layout up to rounding.
+"""Checkpoints: everything that the ranks need to continue as if they had never stopped. On the same layout the result is equal
+bit for bit, on any other layout up to rounding.
 
 A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on
 data rank 0 the weights of its shard that training changes (with adapters, only these). `rng-R.pt` has its random generators.
 `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every file, and its own digest.
 
-`begin`, `rank_contents`, `write` and `complete` are the parts of a save, see `checkpoint_writer`. `write` and `complete` use no collective, so a
-thread can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the directory, which all of
-them share.
+`begin`, `rank_contents`, `write` and `complete` are the parts of a save, see `checkpoint_writer`. `write` and `complete` use no
+collective, so a thread can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the
+directory, which all of them share.
 
 Invariant: a checkpoint is complete, as it is built under another name, synced and renamed. However damaged, a checkpoint never
 prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
@@ -208,8 +208,8 @@ def load(checkpoint: Checkpoint, roles: Sequence[AnyRole], loads: LoadReports = 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
 
     Args:
-        loads: provides for each role the function to call with the fraction of its kinds of state (weights, moments) that this rank has
-            restored.
+        loads: provides for each role the function to call with the fraction of its kinds of state (weights, moments) that this
+            rank has restored.
 
     Raises:
         ConfigError: the checkpoint has another dtype, other roles or other adapters.

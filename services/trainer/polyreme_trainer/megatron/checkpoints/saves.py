@@ -1,8 +1,8 @@
 """The files of a run or a stage in its directory: checkpoints for resuming, and Hugging Face directories of the same weights.
 
-Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint of a run has one. Version 0's directory
-is never removed: it is the reference policy, and every checkpoint has its digest. A resume continues only with the frozen weights, for the
-same use, with which the checkpoint was trained.
+Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint of a run has one. Version 0's
+directory is never removed: it is the reference policy, and every checkpoint has its digest. A resume continues only with the
+frozen weights, for the same use, with which the checkpoint was trained.
 """
 
 import asyncio
@@ -235,8 +235,8 @@ class RunSaves(Saves):
     def _check(self, facts: CheckpointFacts) -> None:
         """Also raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
-        The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise
-        from the actor's frozen weights.
+        The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export,
+        otherwise from the actor's frozen weights.
         """
         super()._check(facts)
         trainer = self._trainer

@@ -1,7 +1,7 @@
 """Lets megatron-core, which requests CUDA by name, run in a process without CUDA.
 
-Invariant: importing this module changes nothing. Only a process whose device is the CPU installs the stand-ins, and it keeps them until it
-ends.
+Invariant: importing this module changes nothing. Only a process whose device is the CPU installs the stand-ins, and it keeps them
+until it ends.
 """
 
 import ctypes
@@ -68,8 +68,8 @@ def _counts_as_lists(
 def keep_freed_memory() -> None:
     """Makes glibc reuse freed blocks instead of returning them to the kernel.
 
-    Training constantly allocates and frees activations of several MiB. By default each allocation is a new mapping whose pages the kernel
-    zeroes at the first access, which takes longer than the arithmetic on them.
+    Training constantly allocates and frees activations of several MiB. By default each allocation is a new mapping whose pages
+    the kernel zeroes at the first access, which takes longer than the arithmetic on them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -29,8 +29,8 @@ from polyreme_trainer.megatron.mcore import (
 
 
 class ExpertRouter(TopKRouter):
-    """The logits are a product in the dtype of the model, or in fp32 for scores that are sigmoids, as in transformers and vLLM; all that follows
-    is fp32. With such scores the router has an expert bias, which is added to them for the choice only.
+    """The logits are a product in the dtype of the model, or in fp32 for scores that are sigmoids, as in transformers and vLLM;
+    all that follows is fp32. With such scores the router has an expert bias, which is added to them for the choice only.
 
     Attributes:
         trace: the state that the routers of the model share, see `install_routing`.
@@ -116,8 +116,8 @@ def experts(mlp: MLPSubmodules) -> ModuleSpec:
 def options(arch: Architecture, here: Rank) -> dict[str, object]:
     """The fields of megatron-core's TransformerConfig that describe router and experts; none for a dense model.
 
-    megatron-core trains experts over several tensor ranks only together with sequence parallelism. Expert ranks exchange tokens by
-    all-to-all, because their micro-batches have different numbers of tokens.
+    megatron-core trains experts over several tensor ranks only together with sequence parallelism. Expert ranks exchange tokens
+    by all-to-all, because their micro-batches have different numbers of tokens.
     """
     if not arch.experts:
         return {}

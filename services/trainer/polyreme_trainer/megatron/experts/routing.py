@@ -1,13 +1,13 @@
 """The routers of one model on one rank: their statistics and the losses that balance them.
 
-The balancing loss of an optimizer step is, averaged over the layers, experts x sum over experts e of f_e P_e: f_e is the number of choices of e
-per token, P_e the mean of its probability (Fedus et al. 2021, equations 4 to 6, with f of the whole step as in Qiu et al. 2025). With f known,
-this is a sum over tokens. So a step first counts the choices in a separate forward pass, then each token adds its part of the loss. The z-loss
-is the mean square of the log-sum-exp of a token's router logits (Zoph et al. 2022, equation 5). The probabilities of a router whose scores are
-sigmoids are these scores, divided by their sum.
+The balancing loss of an optimizer step is, averaged over the layers, experts x sum over experts e of f_e P_e: f_e is the number
+of choices of e per token, P_e the mean of its probability (Fedus et al. 2021, equations 4 to 6, with f of the whole step as in
+Qiu et al. 2025). With f known, this is a sum over tokens. So a step first counts the choices in a separate forward pass, then
+each token adds its part of the loss. The z-loss is the mean square of the log-sum-exp of a token's router logits (Zoph et al.
+2022, equation 5). The probabilities of a router whose scores are sigmoids are these scores, divided by their sum.
 
-An expert bias balances without a loss: after each optimizer step, those of the experts that fewer tokens than the mean chose grow by the update
-rate, and the others shrink by it (Wang et al. 2024, algorithm 1).
+An expert bias balances without a loss: after each optimizer step, those of the experts that fewer tokens than the mean chose grow
+by the update rate, and the others shrink by it (Wang et al. 2024, algorithm 1).
 
 Invariant: padding is neither counted nor balanced, and every token counts once, even with recomputed activations. Metrics and
 gradients of a step are sums over its tokens, so neither they nor the new expert biases depend on the layout or on micro-batches.
@@ -47,8 +47,8 @@ class Rows:
 
 
 class Replayed:
-    """Replaces the choice of the most probable experts, with the interface of megatron-core's RouterReplay (Ma et al. 2025). The router still
-    computes the weights.
+    """Replaces the choice of the most probable experts, with the interface of megatron-core's RouterReplay (Ma et al. 2025). The
+    router still computes the weights.
 
     Args:
         routes: int64 [rows, top_k], as in `Rows`.
@@ -75,8 +75,8 @@ class Routing:
         device: the device of the model.
 
     Attributes:
-        biases: the expert bias of each of this rank's layers that has one, fp32 [experts], by the layer's number among those with experts in the
-            whole model.
+        biases: the expert bias of each of this rank's layers that has one, fp32 [experts], by the layer's number among those with
+            experts in the whole model.
     """
 
     def __init__(self, arch: Architecture, here: Rank, recomputes: bool, device: torch.device) -> None:
@@ -159,8 +159,8 @@ class Routing:
             sum_over(self._observed, parallel_state.get_tensor_and_context_parallel_group())
 
     def rows(self, layer: int) -> Rows | None:
-        """The rows that the router of `layer` computes now. Backward passes recompute a layer's micro-batches in the order of their forward
-        passes."""
+        """The rows that the router of `layer` computes now. Backward passes recompute a layer's micro-batches in the order of
+        their forward passes."""
         if self._phase != "train" or not self.recomputes:
             return self._rows
         waiting = self._waiting.setdefault(layer, deque())

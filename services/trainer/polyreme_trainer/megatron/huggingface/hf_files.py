@@ -1,7 +1,7 @@
 """Reads and writes the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing.
 
-Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser. A file that cannot be written raises
-OSError.
+Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser. A file that cannot be
+written raises OSError.
 """
 
 import contextlib

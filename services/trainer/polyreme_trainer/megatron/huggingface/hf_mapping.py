@@ -2,12 +2,12 @@
 
 Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` are equal.
 
-Invariant: over all ranks, the primary slices cover every element of every Hugging Face tensor exactly once. The module is pure and imports
-no torch.
+Invariant: over all ranks, the primary slices cover every element of every Hugging Face tensor exactly once. The module is pure
+and imports no torch.
 
 How megatron-core stores tensors that Hugging Face keeps separate (rows are output features):
-- `linear_qkv`: for each key-value group its query heads, then its key head, then its value head. The rows of all groups are split into
-  `tp` equal runs. With more ranks than groups, a run may start and end inside a group.
+- `linear_qkv`: for each key-value group its query heads, then its key head, then its value head. The rows of all groups are split
+  into `tp` equal runs. With more ranks than groups, a run may start and end inside a group.
 - `linear_fc1`: on each rank, the rank's gate rows, then its up rows.
 - Embedding and output rows are padded with rows that no token uses, so that they divide evenly.
 """
@@ -37,8 +37,8 @@ Index = tuple[slice, ...]
 class Slice:
     """`param[param_index]` of one rank is `hf[hf_index]` of the whole model.
 
-    `primary` is False for a copy whose original another rank writes: a replicated parameter on tensor or expert ranks after the first, and
-    the output layer's copy of a tied embedding on the last pipeline stage.
+    `primary` is False for a copy whose original another rank writes: a replicated parameter on tensor or expert ranks after the
+    first, and the output layer's copy of a tied embedding on the last pipeline stage.
     """
 
     param: str
@@ -54,8 +54,8 @@ class Rank:
 
     Args:
         vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
-        etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor ranks cut
-            experts like all other matrices.
+        etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor
+            ranks cut experts like all other matrices.
         vpp: the number of virtual stages per pipeline stage. The first virtual stages of all pipeline stages have the model's
             first layers, the second have the next, and so on. A rank's layer numbers continue from one virtual stage to the next.
     """
@@ -88,8 +88,8 @@ class Rank:
 
     @property
     def place(self) -> int:
-        """The number of the rank among them. Tensor ranks are adjacent, and so are the ranks that cut an expert. The groups with different
-        experts follow each other."""
+        """The number of the rank among them. Tensor ranks are adjacent, and so are the ranks that cut an expert. The groups with
+        different experts follow each other."""
         if self.expert_places < self.tp:
             return self.tp_rank
         return self.expert_cut.tp_rank + self.expert_cut.tp * self.ep_rank
@@ -101,8 +101,8 @@ class Rank:
 
     @property
     def micro_batch_group(self) -> int:
-        """The number of micro-batches of a pass through the stages is a multiple of this: a rank with several virtual stages takes
-        one micro-batch for each pipeline stage through one of them, then through the next."""
+        """The number of micro-batches of a pass through the stages is a multiple of this: a rank with several virtual stages
+        takes one micro-batch for each pipeline stage through one of them, then through the next."""
         return self.pp if self.vpp > 1 else 1
 
 

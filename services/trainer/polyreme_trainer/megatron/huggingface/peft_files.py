@@ -1,7 +1,7 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Invariant: PEFT loads every adapter that is written. `read_adapter` also reads it, except for a classifier's, whose head is not part of the
-base model. A feature of PEFT that would change the merged weights is refused by name, never ignored.
+Invariant: PEFT loads every adapter that is written. `read_adapter` also reads it, except for a classifier's, whose head is not
+part of the base model. A feature of PEFT that would change the merged weights is refused by name, never ignored.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The core attention of both model specs: rotary embedding, then causal attention within each of the packed sequences.
 
-Invariant: a token attends only to its own sequence, up to its own position and within the layer's window. No mask grows with the square of a
-sequence's length on CPU.
+Invariant: a token attends only to its own sequence, up to its own position and within the layer's window. No mask grows with the
+square of a sequence's length on CPU.
 """
 
 from collections.abc import Callable
@@ -91,8 +91,8 @@ def in_halves(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing
 
 
 def of_copies(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing: Packing, copies: Copies) -> Tensor:
-    """Attention where sequences have tokens in common: [t, heads, dim] of the t different tokens. Each sequence gets a copy of its tokens. The
-    outputs of a token's copies are equal, and the first one counts."""
+    """Attention where sequences have tokens in common: [t, heads, dim] of the t different tokens. Each sequence gets a copy of
+    its tokens. The outputs of a token's copies are equal, and the first one counts."""
     query, key, value = (_Copy.apply(each, copies) for each in (query, key, value))
     return _Unpad.apply(attend(query, key, value, packing), copies.first)
 

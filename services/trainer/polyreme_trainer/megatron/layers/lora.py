@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) inside megatron-core's parallel linear layers: x W' + scale (x A') B', with W frozen.
 
-The adapter joins the layer's matrix product, before bias, reduction over tensor ranks and any norm that follows, so the same code serves
-both model specs and sequence parallelism. It runs on the layer's own kernel. A fused layer (queries, keys and values; gate and up) has an A
-for each of its projections, as Hugging Face and PEFT separate them.
+The adapter joins the layer's matrix product, before bias, reduction over tensor ranks and any norm that follows, so the same code
+serves both model specs and sequence parallelism. It runs on the layer's own kernel. A fused layer (queries, keys and values; gate
+and up) has an A for each of its projections, as Hugging Face and PEFT separate them.
 
-Every tensor rank computes with its part of A or of B. The other one of the two is whole on every rank, and each rank gets only a part of its
-gradient. The parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
+Every tensor rank computes with its part of A or of B. The other one of the two is whole on every rank, and each rank gets only a
+part of its gradient. The parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
 
 Invariant: without an optimizer step B is zero, and a model with new adapters is the model without them.
 """
@@ -96,8 +96,8 @@ class Adapter:
 
 
 def without_collectives(layer: ColumnParallelLinear | RowParallelLinear, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a layer's product with the tensor ranks' collectives already done. Several products that read this one input have
-    their gradients of it summed over the ranks at once."""
+    """The arguments of a layer's product with the tensor ranks' collectives already done. Several products that read this one
+    input have their gradients of it summed over the ranks at once."""
     input = arguments["input"]
     if arguments.get("sequence_parallel", False):
         input = gather_from_sequence_parallel_region(input, group=layer.tp_group)

@@ -3,8 +3,8 @@
 Each set's tokens are a run of the pass's tokens. Attention, norms and activations run for all tokens at once; a matrix product
 runs for all tokens or, with `same_bits`, run by run, since a library may add in another order for another number of rows.
 
-Invariant: a token's output depends on its own sequence and its own adapters only; with `same_bits` it has the bits that it has in a pass without
-the others.
+Invariant: a token's output depends on its own sequence and its own adapters only; with `same_bits` it has the bits that it has in
+a pass without the others.
 """
 
 from collections.abc import Sequence

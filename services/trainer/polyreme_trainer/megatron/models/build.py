@@ -33,8 +33,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, context
-    ranks, stages, data ranks and expert ranks.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks,
+    context ranks, stages, data ranks and expert ranks.
 
     Tensor ranks are adjacent; so are a data rank's context ranks, and a stage's ranks. The ranks that share experts are adjacent
     data and context ranks. Every collective has a deadline. Raises ConfigError unless the world size is the configuration's.
@@ -118,8 +118,8 @@ def pick_spec(device: Device) -> ModelSpec:
 def build_chunks(
     arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec, recompute: Recompute | None = None
 ) -> list[GPTModel]:
-    """This rank's shard with uninitialised weights: a GPTModel for each virtual stage. Raises ConfigError when the sizes do not divide over the
-    ranks."""
+    """This rank's shard with uninitialised weights: a GPTModel for each virtual stage. Raises ConfigError when the sizes do not
+    divide over the ranks."""
     here = rank()
     try:
         hf_mapping.rank_slices(arch, here)

@@ -52,8 +52,8 @@ class Critic(ShardedModel):
             self.load_slices(ChainMap(fresh, tensors), loaded)  # type: ignore[arg-type]  # it is only read
 
     def load_base(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
-        """Loads the frozen weights of a critic with adapters from a language model. Adapters and head keep their values. `loaded`: see `load_hf`.
-        Raises ConfigError."""
+        """Loads the frozen weights of a critic with adapters from a language model. Adapters and head keep their values.
+        `loaded`: see `load_hf`. Raises ConfigError."""
         self.use()
         trained = {name: param.clone() for name, param in self.state_dict().items()}
         self.load_hf(path, loaded)

@@ -61,8 +61,8 @@ class DataShard:
             multiple: the number of a micro-batch's positions is a multiple of this.
             group: the number of micro-batches is a multiple of this.
             joins_beginnings: see `pack`.
-            runs: the number of sequences of each run that has adapters of its own. A micro-batch has the sequences of each run that it would
-                have alone; several runs fit into one micro-batch. Empty: there is one run.
+            runs: the number of sequences of each run that has adapters of its own. A micro-batch has the sequences of each run
+                that it would have alone; several runs fit into one micro-batch. Empty: there is one run.
         """
         together = sequences.together
         rows = indices[::together] // together

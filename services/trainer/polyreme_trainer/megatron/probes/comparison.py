@@ -69,8 +69,8 @@ def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: GateLimits) ->
 def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateLimits) -> Gate:
     """Checks replicas' greedy answers with the Hugging Face model of the same weights.
 
-    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. The limit allows for near
-    ties, which rounding decides.
+    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. The limit
+    allows for near ties, which rounding decides.
     """
     gaps = []
     for answer in answers:

@@ -72,8 +72,8 @@ def episodes_of(sequences: Sequences, tokens: TokenBatch) -> IntArray:
 def fresh_sequences(batch: Iteration) -> IntArray:
     """The indices of sequences that the policy before the step sampled completely.
 
-    An answer that continued over a swap is not among them, not even its last tokens: these were sampled with keys and values of the older
-    weights in the cache, so their probabilities differ by more than the engines do.
+    An answer that continued over a swap is not among them, not even its last tokens: these were sampled with keys and values of
+    the older weights in the cache, so their probabilities differ by more than the engines do.
     """
     version, offsets = batch.tokens.version, batch.sequences.offsets
     stale = sequence_sums((version >= 0) & (version != batch.number - 1), offsets)

@@ -1,7 +1,7 @@
 """AdamW steps through megatron-core's optimizer, and the learning-rate schedule.
 
-A step's gradient is the sum over data ranks, because losses are already divided by the step's global token count. The norm, also for
-clipping, is that of the whole model; parameters that tensor ranks replicate count once.
+A step's gradient is the sum over data ranks, because losses are already divided by the step's global token count. The norm, also
+for clipping, is that of the whole model; parameters that tensor ranks replicate count once.
 
 With several data ranks, megatron-core's distributed optimizer gives each an equal part of the moments and full-precision weights
 (`state_bytes` = one rank's bytes / data ranks). Each sums only its part's gradients and receives the others' new weights.

@@ -1,7 +1,7 @@
 """Routing replay (Ma et al. 2025): the learner sends each sampled token to the experts that the replica chose for it.
 
-The gradient goes through the weights of these experts, which the learner's router computes. Positions of a prompt, and those before a token
-of the environment, have no reported experts; there the learner's router decides.
+The gradient goes through the weights of these experts, which the learner's router computes. Positions of a prompt, and those
+before a token of the environment, have no reported experts; there the learner's router decides.
 
 Invariant: every sampled token of an iteration has a valid route in every layer, or the iteration fails.
 """

@@ -2,8 +2,8 @@
 
 With adapters, a reference that is the actor's initial model needs no separate model, see `BaseRole`.
 
-Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
-all of them alike.
+Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles
+and handle all of them alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ Forward = Callable[[MicroBatch], Tensor]
 """A model's output for a micro-batch: a number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n, [n, k]."""
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
-"""Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its metrics. The step's
-loss is the sum over all micro-batches and data ranks."""
+"""Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its
+metrics. The step's loss is the sum over all micro-batches and data ranks."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Role(Generic[Model]):
         self.optimizer.gather_gradient()
 
     def gradient(self) -> dict[str, tuple[int, Tensor]] | None:
-        """This rank's part of the gradient since the last optimizer step, as a kind of `RankState` (not copies); None without any. With several
-        ranks, after `gather_gradient`."""
+        """This rank's part of the gradient since the last optimizer step, as a kind of `RankState` (not copies); None without
+        any. With several ranks, after `gather_gradient`."""
         if self.optimizer is None or not self.has_gradient:
             return None
         return {fragment.name: (fragment.start, fragment.gradient) for fragment in self.optimizer.fragments}
@@ -223,8 +223,8 @@ class Role(Generic[Model]):
             yield from self.optimizer.tensors()
 
     def rank_state(self) -> RankState:
-        """The weights and moments that training changes and that this rank saves (not copies). If several ranks have the same weights, the
-        first one saves them."""
+        """The weights and moments that training changes and that this rank saves (not copies). If several ranks have the same
+        weights, the first one saves them."""
         weights = {name: (0, param.flatten()) for name, param in self.model.own_state_dict().items()}
         state: dict[str, object] = {"steps": 0, WEIGHTS: weights}
         if self.optimizer is not None:

@@ -83,9 +83,9 @@ class Models(Protocol):
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
     """Runs every optimizer step of one iteration.
 
-    With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed first.
-    Sequences without a gradient are skipped, unless the step balances experts over all tokens. When no sequence is run, a few are, to measure
-    the mismatch. The optimizer steps in any case, so that its moments decay.
+    With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed
+    first. Sequences without a gradient are skipped, unless the step balances experts over all tokens. When no sequence is run, a
+    few are, to measure the mismatch. The optimizer steps in any case, so that its moments decay.
     """
     clock = Stopwatch()
     sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
@@ -153,8 +153,8 @@ def mixed_terms(batch: Iteration, number: int, models: Models) -> list[LossTerm[
 
 
 def step_means(sums: dict[str, tuple[float, float]], steps: int) -> dict[str, tuple[float, float]]:
-    """The metrics with the policy's loss as the mean over optimizer steps: the sum over a step's tokens is the step's loss, even if its
-    coefficients do not add up to 1."""
+    """The metrics with the policy's loss as the mean over optimizer steps: the sum over a step's tokens is the step's loss, even
+    if its coefficients do not add up to 1."""
     return {name: (value, steps if name == "policy_loss" else weight) for name, (value, weight) in sums.items()}
 
 

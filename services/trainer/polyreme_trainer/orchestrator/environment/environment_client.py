@@ -1,7 +1,7 @@
 """The environment servers of a run: it plays episodes over those with a lease.
 
-Invariant: a server plays at most as many episodes of this client as its lease says. A server that is lost, or that refuses, costs no episode
-its reward: the episode begins again elsewhere. What a server says is checked before it reaches a record.
+Invariant: a server plays at most as many episodes of this client as its lease says. A server that is lost, or that refuses, costs
+no episode its reward: the episode begins again elsewhere. What a server says is checked before it reaches a record.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """The exact tokens of an episode: its trajectories, and the turns that the policy sampled in them.
 
-Invariant: tokens that were sampled are never encoded again, and each of them is in one trajectory, in the context in which it was sampled. A
-turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its context; so does one that follows
-the last turn of a trajectory which another turn continues at the same time. What belongs to what, and the order of the trajectories, depend
-on the order in which the turns begin, not on that in which they end.
+Invariant: tokens that were sampled are never encoded again, and each of them is in one trajectory, in the context in which it was
+sampled. A turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its
+context; so does one that follows the last turn of a trajectory which another turn continues at the same time. What belongs to
+what, and the order of the trajectories, depend on the order in which the turns begin, not on that in which they end.
 """
 
 import math
@@ -28,8 +28,8 @@ _BUG = "Report this as a bug; the session cannot be continued."
 
 @dataclass
 class Trajectory:
-    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their samples; and
-    whether a turn is being sampled behind them."""
+    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their
+    samples; and whether a turn is being sampled behind them."""
 
     number: int
     prompt: np.ndarray

@@ -1,8 +1,8 @@
 """Generates the samples of one prompt, over as many replicas as needed.
 
-Invariant: no token that arrived is generated again. When a replica dies, drains or stops sending, the unfinished samples continue on another
-one from their prefixes. A sample that cannot be finished is an error, never a shorter sample. With a token budget, a call may pause a sample
-before its end; a later call continues it in the same way.
+Invariant: no token that arrived is generated again. When a replica dies, drains or stops sending, the unfinished samples continue
+on another one from their prefixes. A sample that cannot be finished is an error, never a shorter sample. With a token budget, a
+call may pause a sample before its end; a later call continues it in the same way.
 """
 
 import asyncio

@@ -25,8 +25,8 @@ class BadStreamError(Exception):
 
 @dataclass
 class PartialRollout:
-    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, routes (equally many bytes per token, or none), spans
-    (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it.
+    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, routes (equally many bytes per token, or none),
+    spans (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it.
 
     Attributes:
         call_start: its length when the newest call began.

@@ -1,5 +1,5 @@
-"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version. The turns of
-an episode have one budget, so that it pauses in a turn or between two.
+"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version.
+The turns of an episode have one budget, so that it pauses in a turn or between two.
 
 Invariant: no policy version samples more than a sample's budget, except in groups that the learner's next plan needs. A paused
 sample keeps its tokens, log-probabilities and versions; the replica that continues it computes the prefix again.
@@ -50,10 +50,10 @@ def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int, o
 def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) -> set[int]:
     """The paused groups that must continue at once, because the learner waits for its next plan. Pure.
 
-    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i), which later plans
-    can still take. For example, with 4 groups per iteration, staleness 1 and i = 7: if 6 groups must be trained by iteration 8, then
-    iteration 7 takes at least 2 of them. d = i + staleness gives the whole plan. If too few of them are ready or running, the oldest paused
-    groups continue.
+    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i), which
+    later plans can still take. For example, with 4 groups per iteration, staleness 1 and i = 7: if 6 groups must be trained by
+    iteration 8, then iteration 7 takes at least 2 of them. d = i + staleness gives the whole plan. If too few of them are ready
+    or running, the oldest paused groups continue.
     """
     if unplanned.planned != unplanned.version:
         return set()
@@ -161,8 +161,8 @@ class TokenBudget:
             await self.update()
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """The counts of an iteration's metrics since the last call: the number of samples that waited after using their budget, and of parts
-        beyond it."""
+        """The counts of an iteration's metrics since the last call: the number of samples that waited after using their budget,
+        and of parts beyond it."""
         waited, beyond = self._waited, self._beyond
         self._waited = self._beyond = 0
         return {"rollout/paused_samples": (waited, 0), "rollout/parts_beyond_budget": (beyond, 0)}

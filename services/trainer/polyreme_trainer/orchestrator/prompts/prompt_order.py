@@ -1,7 +1,7 @@
 """The prompt of each group index, and the seed of each sampler, as pure functions of the run's seed.
 
-Invariant: nothing here depends on time, on earlier calls or on a library's random generator, so that a takeover, a resume or a newer
-numpy gives the same prompts and seeds.
+Invariant: nothing here depends on time, on earlier calls or on a library's random generator, so that a takeover, a resume or a
+newer numpy gives the same prompts and seeds.
 """
 
 import struct

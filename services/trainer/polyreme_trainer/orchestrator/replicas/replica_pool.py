@@ -1,9 +1,10 @@
 """The live rollout replicas, the versions that they serve, and the claims on them.
 
-Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
-not in a replica, except during the swap to its version: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
-answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples. For a short time after
-the first replica has staged a version, those that have yet to stage it keep their share.
+Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work
+waits here, not in a replica, except during the swap to its version: it goes to a replica with capacity, the oldest policy version
+first, then in order of arrival. Therefore long answers leave no replica idle, a new replica gets work at once, and a stalled one
+delays only its running samples. For a short time after the first replica has staged a version, those that have yet to stage it
+keep their share.
 """
 
 import asyncio
@@ -115,8 +116,8 @@ class ReplicaPool:
         await self.take_commits(joined)
 
     async def take_commits(self, joined: Iterable[str] = ()) -> None:
-        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica. `joined` have become
-        targets since the last call, which may have seen their commits."""
+        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica.
+        `joined` have become targets since the last call, which may have seen their commits."""
         changed = set(joined)
         for entry, commit in await self._experience.commits(self._last_commit):
             self._last_commit = entry
@@ -189,8 +190,8 @@ class ReplicaPool:
                     await self._suspend(target, reason, now)
 
     def set_asleep(self, asleep: bool) -> None:
-        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no claim is
-        granted."""
+        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no
+        claim is granted."""
         if asleep == self._asleep:
             return
         self._asleep = asleep

@@ -1,10 +1,10 @@
 """Chooses the replica for a group: the least loaded one with capacity and a new enough policy. Pure; time is an argument.
 
-While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new version would
-take all the samples that wait for it.
+While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new
+version would take all the samples that wait for it.
 
-Invariant: `outstanding` of a target is the number of tokens that its running calls may still return, and `sequences` is the number of their
-samples.
+Invariant: `outstanding` of a target is the number of tokens that its running calls may still return, and `sequences` is the
+number of their samples.
 """
 
 import math
@@ -77,8 +77,8 @@ class Candidates:
         heapify(self._queue)
 
     def take(self, avoid: Set[str] = frozenset(), prefer: str | None = None) -> Target | None:
-        """The usable target with the fewest outstanding tokens, ties by id; None when none is usable. It stays a candidate while it has
-        room, with what its calls add to `outstanding` and `sequences` after this call.
+        """The usable target with the fewest outstanding tokens, ties by id; None when none is usable. It stays a candidate while
+        it has room, with what its calls add to `outstanding` and `sequences` after this call.
 
         Args:
             avoid: ids to use only when no other target is usable.

@@ -125,8 +125,8 @@ class RewardClient:
         backoff: the pauses between two attempts.
 
     Attributes:
-        measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
-            answer. False until a server has scored.
+        measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a
+            wrong answer. False until a server has scored.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Requests the log-probabilities of sampled tokens from the teacher's servers.
 
-Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A server gets
-no sample before its vocabulary has been compared with the policy's.
+Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A
+server gets no sample before its vocabulary has been compared with the policy's.
 """
 
 import asyncio

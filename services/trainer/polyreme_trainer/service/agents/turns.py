@@ -1,7 +1,7 @@
 """The turns of agents' sessions: rendered with the model's chat template, sampled through the request log.
 
-Invariant: a turn is a request of the log that is named by all that determines its tokens. So a turn that is asked for again, since a process
-was killed, has the same tokens.
+Invariant: a turn is a request of the log that is named by all that determines its tokens. So a turn that is asked for again,
+since a process was killed, has the same tokens.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The observer of a training service: each model is a run directory, which the page shows.
 
-Invariant: one process writes the run directories. A record is in its directory once: the newest line of metrics.jsonl says where in the
-stream its directory stands, and a file of samples is complete before its record. An observer that is killed costs nothing.
+Invariant: one process writes the run directories. A record is in its directory once: the newest line of metrics.jsonl says where
+in the stream its directory stands, and a file of samples is complete before its record. An observer that is killed costs nothing.
 """
 
 import asyncio

@@ -22,8 +22,8 @@ class LearnerReport:
     def executed(
         self, requests: Mapping[LogPlace, Request], began: float, ended: float
     ) -> tuple[Mapping[LogPlace, MetricRecord], Coroutine[None, None, None]]:
-        """The records of the optimizer steps among requests of different models that were executed together, and what counts them, which their
-        answers need not wait for. `began`, `ended`: Unix times."""
+        """The records of the optimizer steps among requests of different models that were executed together, and what counts
+        them, which their answers need not wait for. `began`, `ended`: Unix times."""
         counts, records = {"learner": Counter({"busy_seconds": ended - began})}, dict[LogPlace, MetricRecord]()
         for place, request in requests.items():
             step = self.meters.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)

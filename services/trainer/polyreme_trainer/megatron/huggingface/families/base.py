@@ -1,8 +1,8 @@
 """The common parts of all model families: the sizes of a decoder, the rows of the mapping table, and the definition of a family.
 
-Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Every other model raises an error that names
-the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is pure: it imports
-neither torch nor transformers.
+Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Every other model raises an error
+that names the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is
+pure: it imports neither torch nor transformers.
 """
 
 import math
@@ -71,10 +71,10 @@ class Architecture:
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
         routed_scale: the factor of these weights, after that.
         aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
-        mtp_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of this package
-            has them, and neither have those of transformers and vLLM that sample.
-        adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head, because all
-            of it is trained.
+        mtp_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of
+            this package has them, and neither have those of transformers and vLLM that sample.
+        adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head,
+            because all of it is trained.
     """
 
     family: "ModelFamily"
@@ -251,8 +251,8 @@ class ModelFamily:
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
         rotary_share: transformers' default of `partial_rotary_factor`; None: all features must be rotated.
-        scores: how experts are chosen. "softmax": by logits in the model's dtype. "sigmoid": by sigmoids of logits in fp32, to each of which the
-            expert bias is added for the choice, but not for the experts' weights.
+        scores: how experts are chosen. "softmax": by logits in the model's dtype. "sigmoid": by sigmoids of logits in fp32, to
+            each of which the expert bias is added for the choice, but not for the experts' weights.
         classifier: whether transformers has a sequence classifier of the family.
         vllm_ties: whether vLLM's model uses the embedding as its output layer when the embeddings are tied.
     """

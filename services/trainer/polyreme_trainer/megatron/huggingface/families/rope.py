@@ -19,12 +19,12 @@ class Rope:
 
     Attributes:
         theta: base of the inverse frequencies theta ** (-2i / head_dim).
-        kind: "default", "linear" (all frequencies divided by `factor`), "llama3" or "yarn". The kind "dynamic" is read as "default": up to
-            max_position_embeddings the two are equal, and no model runs beyond that.
+        kind: "default", "linear" (all frequencies divided by `factor`), "llama3" or "yarn". The kind "dynamic" is read as
+            "default": up to max_position_embeddings the two are equal, and no model runs beyond that.
         factor: the factor by which the context was extended.
         original_max_position: the context length of pre-training; for llama3 and yarn.
-        low, high: for llama3, frequencies of at most `low` turns in the original context are divided by `factor`, and those of at least
-            `high` turns are kept. For yarn the same, with `low` = beta_slow and `high` = beta_fast.
+        low, high: for llama3, frequencies of at most `low` turns in the original context are divided by `factor`, and those of at
+            least `high` turns are kept. For yarn the same, with `low` = beta_slow and `high` = beta_fast.
         truncate: for yarn, whether the limits of the interpolated dimensions are rounded to integers.
         attention_factor: for yarn, the factor of the rotated queries and keys, so that attention scores have its square.
         share: the part of a head's features that are rotated, the first ones; not for yarn, whose factor belongs to all features.

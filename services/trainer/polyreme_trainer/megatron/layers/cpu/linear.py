@@ -1,8 +1,8 @@
 """The matrix products of megatron-core's parallel layers on CPU, with the library that is fast on the processor.
 
-On CPU, torch uses MKL for fp32 products, which reaches a third of the speed on processors that are not Intel's. oneDNN generates code for
-the processor on which it runs. On Intel's it is as fast as MKL except for the gradients of weights, where both operands are transposed and
-it takes 1.2 to 2 times as long.
+On CPU, torch uses MKL for fp32 products, which reaches a third of the speed on processors that are not Intel's. oneDNN generates
+code for the processor on which it runs. On Intel's it is as fast as MKL except for the gradients of weights, where both operands
+are transposed and it takes 1.2 to 2 times as long.
 
 Invariant: products and gradients are those of torch's linear function, in the same precision. A weight's gradient is added to its
 `main_grad` exactly once.

@@ -42,7 +42,8 @@ class _RmsNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019). A wider `weight` multiplies before rounding."""
+    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019). A wider `weight` multiplies before
+    rounding."""
     return _RmsNorm.apply(x, weight, eps)
 
 
