@@ -203,8 +203,8 @@ def _check_prompts(
     elif dataset.filtered:
         seen = "" if len(rows) <= _ENCODED else "the first "
         yield (
-            f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {name_of(sources)} are longer than data.max_prompt_tokens ="
-            f" {config.data.max_prompt_tokens} and are left out"
+            f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {name_of(sources)} are longer than "
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens} and are left out"
         )
 
 

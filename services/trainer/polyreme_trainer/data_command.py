@@ -183,11 +183,15 @@ def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> I
     low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
     yield f"rows        {len(lengths):,}"
     yield (
-        f"tokens      {lengths.sum():,}; per row at least {lengths.min()}, 5% {low}, median {middle}, 95% {high}, at most {lengths.max()}"
+        f"tokens      {lengths.sum():,}; per row at least {lengths.min()}, 5% {low}, median {middle}, 95% {high}, "
+        f"at most {lengths.max()}"
     )
     yield f"overlong    {found.overlong} of more than {found.limit} tokens"
     if found.tools is not None:
-        yield f"tools       {', '.join(found.tools) or 'none'} in the example, beside those of files and MCP servers, which declare them in a run"
+        yield (
+            f"tools       {', '.join(found.tools) or 'none'} in the example, beside those of files and MCP servers, "
+            "which declare them in a run"
+        )
     for reason, count in found.left_out.items():
         yield f"left out    {count}: {reason}"
     if found.unlabelled is not None:

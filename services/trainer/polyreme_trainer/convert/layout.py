@@ -64,8 +64,8 @@ def check(arch: Architecture, layout: Rank) -> None:
     if many % few or layout.expert_cut.tp > layout.tp:
         raise ValueError(
             f"{layout.ep} expert ranks with {layout.expert_cut.tp} ranks that cut each expert, and {layout.tp} tensor ranks: "
-            "Megatron's files have no number for the ranks that cut experts, so there are at most as many as tensor ranks, and the "
-            "product of the first two divides the third or is a multiple of it"
+            "Megatron's files have no number for the ranks that cut experts, so there are at most as many as tensor ranks, and "
+            "the product of the first two divides the third or is a multiple of it"
         )
 
 

@@ -45,8 +45,8 @@ _RECORDS_INTERVAL = 0.5
 """Seconds between two reads of the records: an iteration's arrive one by one, and each read that finds one writes a summary."""
 _RECORDS_RETRY_SECONDS = 5.0
 _INCOMPARABLE = (
-    "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of this start; "
-    "found others. Fix: to keep the earlier results, resume with the earlier data.eval, eval_sets and eval_best."
+    "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of "
+    "this start; found others. Fix: to keep the earlier results, resume with the earlier data.eval, eval_sets and eval_best."
 )
 RECORDS_KEPT = 2000
 """At least this many records stay in Redis after they are on disk, because live views read them there; at most twice as many."""

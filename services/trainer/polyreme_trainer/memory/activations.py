@@ -159,7 +159,10 @@ def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: in
         mask, each = arch.window**2 * (model.width + 1), model.width * 2 * arch.keys // sharding.rank.tp
         sliding = sum(arch.sliding[layer] for layer in layers_of(arch, sharding.rank))
         kept = 1 if batch.recompute == "full" else sliding * sharding.micro_batches
-        arithmetic = f"{arch.window:,} x {arch.window:,} x ({model.width} + 1) bytes + {batch.tokens:,} tokens x {kept} layers x {each:,} bytes"
+        arithmetic = (
+            f"{arch.window:,} x {arch.window:,} x ({model.width} + 1) bytes + "
+            f"{batch.tokens:,} tokens x {kept} layers x {each:,} bytes"
+        )
         terms.append(Addend(f"{model.role} attention window", mask + batch.tokens * kept * each, arithmetic))
     return terms
 
@@ -194,5 +197,8 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     logits, states = batch.trained * block * logit, (batch.tokens + batch.trained) * hidden * width
     of_weights = block * width if model.adapter is None else 0
     parts = (of_weights + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
-    arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {logit} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
+    arithmetic = (
+        f"{batch.trained:,} tokens x {block:,} columns x {logit} bytes, "
+        f"gradients of {table + parts:,}, final hidden states {states:,}"
+    )
     return Addend(f"{model.role} logits", logits + table + parts + states, arithmetic)

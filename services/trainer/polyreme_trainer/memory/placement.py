@@ -27,8 +27,8 @@ def advice(config: RunConfig, devices: int) -> Iterator[str]:
     has = f"this machine has {devices} {config.device} device{'s' if devices > 1 else ''}"
     if config.placement == "separate" and together <= devices < apart:
         yield (
-            f"{has}; learner and replicas need {apart} with placement: separate, and {together} with placement: colocated, where they take turns"
-            + (f" (and needs {needs})" if needs else "")
+            f"{has}; learner and replicas need {apart} with placement: separate, and {together} with placement: colocated, "
+            "where they take turns" + (f" (and needs {needs})" if needs else "")
         )
     elif devices < devices_needed(config, config.placement):
         yield f"{has}; placement: {config.placement} needs {devices_needed(config, config.placement)}"

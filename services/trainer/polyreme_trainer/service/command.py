@@ -48,7 +48,8 @@ _DEMO_LINES = """\
 import tinker
 model = tinker.ServiceClient(base_url="{url}", api_key="tml-any").create_lora_training_client(base_model="tiny", rank=8)
 datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([36, 37, 38]), loss_fn_inputs={{"target_tokens": [37, 38, 39]}})
-for step in range(20): print(model.forward_backward([datum], "cross_entropy").result().metrics, model.optim_step(tinker.AdamParams(learning_rate=0.01)).result())
+for step in range(20): print(model.forward_backward([datum], "cross_entropy").result().metrics, \
+model.optim_step(tinker.AdamParams(learning_rate=0.01)).result())
 """
 
 

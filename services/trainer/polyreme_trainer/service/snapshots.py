@@ -52,7 +52,10 @@ class SnapshotProbe:
         value = float((np.exp(difference) - 1 - difference).mean())
         if value <= self.limit:
             return None
-        return f"expected a mismatch_kl of at most {self.limit:g} between learner and sampler; found {value:g}. Save the weights again."
+        return (
+            f"expected a mismatch_kl of at most {self.limit:g} between learner and sampler; found {value:g}. "
+            "Save the weights again."
+        )
 
 
 @dataclass(frozen=True)

@@ -196,5 +196,6 @@ async def check_part_server(address: str, part: int, security: SecurityConfig | 
         raise UnavailableError(
             f"an answer from {address}, which serves part {part} of the weights, within {REACH_TIMEOUT:g} s",
             f"{error.code().name}: {error.details()}",
-            "Open its ports to the trainer and to all replicas. With TLS, its certificate must fit that address (security.server_name).",
+            "Open its ports to the trainer and to all replicas. "
+            "With TLS, its certificate must fit that address (security.server_name).",
         ) from None

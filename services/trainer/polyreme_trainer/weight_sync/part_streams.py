@@ -133,7 +133,8 @@ class PartStreams:
         if not replica.relay_failed:
             replica.relay_failed = True
             await self._notice(
-                f"replica {replica.lease.id} could not fetch weights from replica {source} and receives them from elsewhere: {error}"
+                f"replica {replica.lease.id} could not fetch weights from replica {source} "
+                f"and receives them from elsewhere: {error}"
             )
 
 

@@ -201,7 +201,8 @@ class ReplicaSync:
         commits = await self._changes.wait_until(there, seconds)
         if commits is None:
             states = [
-                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: {r.last_error}"
+                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: "
+                f"{r.last_error}"
                 for name, r in self.replicas.items()
             ]
             raise UnavailableError(

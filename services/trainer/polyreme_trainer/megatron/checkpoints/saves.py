@@ -59,7 +59,8 @@ class FrozenWeights:
                 raise ConfigError(
                     f"frozen weights of {_names(recorded)}, as in the checkpoint",
                     f"of {_names(directories)}",
-                    "Set trainer.lora, trainer.critic and the reference as they were, or start from the checkpoint's Hugging Face export.",
+                    "Set trainer.lora, trainer.critic and the reference as they were, "
+                    "or start from the checkpoint's Hugging Face export.",
                 )
             for use, directory in directories.items():
                 if (found := await asyncio.to_thread(self._digest, directory)) != recorded[use]:
@@ -246,7 +247,8 @@ class RunSaves(Saves):
             raise ConfigError(
                 f"{expected}, as in the run that saved the checkpoint",
                 found,
-                "With adapters, a warm start decides the weights of the reference and of the critic: set trainer.sft as it was in that run.",
+                "With adapters, a warm start decides the weights of the reference and of the critic: "
+                "set trainer.sft as it was in that run.",
             )
 
     @property

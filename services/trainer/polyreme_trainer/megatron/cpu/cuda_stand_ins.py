@@ -47,7 +47,7 @@ def install_cuda_stand_ins() -> None:
     from polyreme_trainer.megatron.cpu import uneven_parts
     from polyreme_trainer.megatron.mcore import MoEAlltoAllTokenDispatcher, mappings, random_states
 
-    # A recomputed layer saves and restores the generators. There is no CUDA generator to restore, and torch would queue each call.
+    # A recomputed layer saves and restores the generators. There is none of CUDA to restore, and torch would queue each call.
     random_states._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
     random_states._set_cuda_rng_state = lambda *arguments, **options: None
     mappings._gather_along_first_dim = uneven_parts.gather

@@ -130,7 +130,7 @@ def options(arch: Architecture, here: Rank) -> dict[str, object]:
         "moe_shared_expert_gate": any(row.param == SHARED_GATE for row in arch.family.layer),
         "moe_router_score_function": arch.family.scores,
         "moe_router_topk_scaling_factor": None if arch.routed_scale == 1 else arch.routed_scale,
-        "moe_router_pre_softmax": not arch.renormalizes,  # a softmax over only the chosen experts equals softmax, then renormalization
+        "moe_router_pre_softmax": not arch.renormalizes,  # a softmax over only the chosen equals softmax, then renormalization
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall" if here.ep > 1 or here.etp > 1 else "allgather",

@@ -179,7 +179,8 @@ def check(arch: Architecture, tp: int, etp: int | None = None) -> None:
         widths = [*([arch.expert_ffn] if etp is None else []), arch.shared_ffn, *([arch.ffn] if arch.dense_layers else [])]
     if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
         raise ValueError(
-            f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} do not divide over {tp} tensor ranks"
+            f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} "
+            f"do not divide over {tp} tensor ranks"
         )
 
 

@@ -95,8 +95,8 @@ class _TokenLogprobs(Function):
         hidden, weight, targets, kept, logprobs, log_sum, *mean = ctx.saved_tensors
         head, blocks = ctx.head, ctx.blocks
         scaled_grads = [(grad / head.temperature).unsqueeze(1) for grad in grads]
-        # Without entropy, a row of the logits' gradient is a factor times numbers that do not depend on it: it multiplies the short rows of
-        # hidden states, not the long ones of logits.
+        # Without entropy, a row of the logits' gradient is a factor times numbers that do not depend on it: it multiplies the
+        # short rows of hidden states, not the long ones of logits.
         factor = -scaled_grads[0]
         rows = hidden if mean else (hidden * factor).to(hidden.dtype)
         for_hidden, for_weight, _, _ = ctx.needs_input_grad

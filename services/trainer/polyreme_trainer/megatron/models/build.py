@@ -215,14 +215,14 @@ def transformer_config(
         tensor_model_parallel_size=here.tp,
         pipeline_model_parallel_size=here.pp,
         virtual_pipeline_model_parallel_size=here.vpp if here.vpp > 1 else None,
-        # When two ranks exchange two messages at once, the interleaved schedule would confuse them and compute wrong results without an error.
+        # With two messages at once between two ranks, the interleaved schedule would confuse them: wrong results, and no error.
         overlap_p2p_comm=here.vpp > 1,
         batch_p2p_comm=here.vpp == 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        calculate_per_token_loss=True,  # losses are already divided by the global token count: data ranks sum gradients and never average them
+        calculate_per_token_loss=True,  # losses are divided by the global token count: data ranks sum gradients, never average them
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -85,7 +85,8 @@ def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateL
         "log-probability by which the Hugging Face model prefers another token to a replica's greedy one",
         float(torch.stack(gaps).max()),
         limits.greedy,
-        "Check the replica's model, dtype and engine version: it serves different weights, or its engine computes another function.",
+        "Check the replica's model, dtype and engine version: it serves different weights, "
+        "or its engine computes another function.",
     )
 
 
@@ -96,5 +97,6 @@ def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: GateLimits)
         "mismatch_kl per token between learner and replica",
         float(estimate("k3", behaviour, learner.cpu()).mean()),
         limits.mismatch_kl,
-        "Check that trainer and replica use the same dtype and temperature, and that the replica's logprobs are processed_logprobs.",
+        "Check that trainer and replica use the same dtype and temperature, "
+        "and that the replica's logprobs are processed_logprobs.",
     )

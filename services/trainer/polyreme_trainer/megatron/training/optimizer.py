@@ -73,8 +73,8 @@ class Optimizer:
         self._set_hyper_parameters()
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
-        # When several ranks have a parameter, each counts its own fragments. Tensor ranks have equal fragments of the parameters that they do
-        # not cut, so only the first one counts those.
+        # When several ranks have a parameter, each counts its own fragments. Tensor ranks have equal fragments of the parameters
+        # that they do not cut, so only the first one counts those.
         mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
         self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
         self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None

@@ -26,7 +26,8 @@ def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
     width = arch.expert_layers * arch.top_k * dtype.itemsize
     if sample.routes is None or sample.routes.shape[1] != width:
         raise DataError(
-            f"{width} bytes of experts per token ({arch.expert_layers} layers x {arch.top_k} of {arch.experts} experts), for trainer.moe.replay_routes",
+            f"{width} bytes of experts per token ({arch.expert_layers} layers x {arch.top_k} of {arch.experts} experts), "
+            "for trainer.moe.replay_routes",
             "none" if sample.routes is None else f"{sample.routes.shape[1]} bytes",
             "Use an engine that reports its routes, or set trainer.moe.replay_routes to false.",
         )

@@ -183,13 +183,13 @@ class PartialRollouts:
             raise BadStreamError(f"expected at most {self.max_new} tokens in sequence {chunk.slot}; found {start + count}")
         if bad := count - int(np.count_nonzero(np.isfinite(np.frombuffer(chunk.logprobs, "<f4")))):
             raise BadStreamError(
-                f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: its "
-                "weights have diverged. Fix: lower trainer.optimizer.lr and continue from an earlier checkpoint"
+                f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: "
+                "its weights have diverged. Fix: lower trainer.optimizer.lr and continue from an earlier checkpoint"
             )
         if count and (len(chunk.routes) % count or (start and len(chunk.routes) != count * sample.route_bytes)):
             raise BadStreamError(
-                f"expected equally many bytes of routes for every token of sequence {chunk.slot}, {sample.route_bytes} in its first {start}; "
-                f"found {len(chunk.routes)} for {count} more"
+                f"expected equally many bytes of routes for every token of sequence {chunk.slot}, {sample.route_bytes} in its "
+                f"first {start}; found {len(chunk.routes)} for {count} more"
             )
         sample.ids += chunk.token_ids
         sample.logprobs += chunk.logprobs

@@ -261,7 +261,8 @@ class ReplicaPool:
                 deadline = now + self._start_timeout
             elif now >= deadline:
                 raise UnavailableError(
-                    f"a rollout replica that serves version {min_version} within rollout.start_timeout = {self._start_timeout:.0f} s",
+                    f"a rollout replica that serves version {min_version} "
+                    f"within rollout.start_timeout = {self._start_timeout:.0f} s",
                     self._describe(now),
                     "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
                 )

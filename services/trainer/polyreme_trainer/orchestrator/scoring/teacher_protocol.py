@@ -120,6 +120,7 @@ def _echo(choice: object, count: int) -> list[tuple[object, object]]:
         and len(numbers) in (count, count + 1)
     ):
         raise TeacherReplyError(
-            f"expected token_logprobs and tokens of the {count} tokens that were sent, and of at most one more; found {str(found)[:200]}"
+            f"expected token_logprobs and tokens of the {count} tokens that were sent, and of at most one more; "
+            f"found {str(found)[:200]}"
         )
     return list(zip(numbers[1:count], texts[1:count], strict=True))
