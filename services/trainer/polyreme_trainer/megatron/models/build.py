@@ -222,7 +222,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        calculate_per_token_loss=True,  # losses are divided by the global token count: data ranks sum gradients, never average them
+        calculate_per_token_loss=True,  # losses are divided by the global token count: ranks sum gradients, never average them
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
