@@ -198,8 +198,7 @@ def summary(
 
     - Per sample, without greedy ones: `score` before shaping, `reward` after shaping and with process rewards and KL penalty,
       `truncated_sample_fraction`, `masked_sample_fraction`.
-    - Per trained token: `advantage`, `return`, `value`, `reward_kl`, `teacher_kl` (log p of the policy minus log p of the
-      teacher).
+    - Per trained token: `advantage`, `return`, `value`, `reward_kl`, `teacher_kl` (log p of the policy minus the teacher's).
     - `_max` and `_min` of `score`, `reward`, `advantage`, `return` and `value`.
     - Per group: `zero_variance_group_fraction`.
     - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient used.

@@ -59,8 +59,7 @@ class StageRows:
 
 
 def mismatched(rows: StageRows, chosen: Iterable[int], longest: int) -> StageRows:
-    """Pairs the prompt of each row `chosen` with the answer of the row after it (the last prompt with the first answer), cut to
-    `longest` tokens.
+    """Pairs the prompt of each row `chosen` with the next row's answer (the last with the first), cut to `longest` tokens.
 
     From these mismatched pairs, KTO estimates the KL of the policy to the reference.
     """

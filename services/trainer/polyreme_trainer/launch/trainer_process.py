@@ -201,8 +201,7 @@ class Trainer(Supervision):
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """The endpoint at which the learner's other machines reach this one. Without a host: this machine's address towards Redis;
-    port 0: a free one."""
+    """The endpoint for the learner's other machines. Without a host: this machine's address towards Redis; port 0: a free one."""
 
     host: str | None = None
     port: int = 0

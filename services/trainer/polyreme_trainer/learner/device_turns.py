@@ -66,8 +66,7 @@ class LearnerTurns:
     def close(self) -> None:
         """Ends rank 0's thread. Not collective. Idempotent.
 
-        Devices that the ranks still hold are not released, because this learner still occupies their memory. The grant ends at
-        its deadline.
+        Devices that ranks still hold are not released, since this learner still has their memory. A grant ends at its deadline.
         """
         if self._thread is not None:
             self._thread.close(give_up=not self.held)

@@ -45,8 +45,7 @@ class SnapshotProbe:
     def mismatch(self, learned: FloatArray, sampled: FloatArray) -> str | None:
         """What is wrong with a sampler's log-probabilities; None when they are the learner's up to rounding.
 
-        The measure is the mean of exp(d) - 1 - d, where d is the learner's log-probability minus the sampler's: an estimate of
-        the KL divergence.
+        The measure is the mean of exp(d) - 1 - d, with d the learner's log-probability minus the sampler's: an estimate of KL.
         """
         difference = learned.astype(np.float64) - sampled.astype(np.float64)
         value = float((np.exp(difference) - 1 - difference).mean())

@@ -16,8 +16,7 @@ class PushLimits:
         attach: to find the run in Redis; the learner has attached to it already.
         lease_check: between two looks at the replicas' leases.
         stream_interrupt: training waits this long for a slot before it interrupts streams.
-        probe, stage, commit: deadlines of the calls. Before a commit the running engine step ends, and the replica waits up to 30
-            s for its canary.
+        probe, stage, commit: deadlines of the calls. Before a commit the engine's step ends, and the canary takes up to 30 s.
         find_delta: for another machine's answer.
         stream_idle: without progress of a stream.
         memory_bytes_per_second: extends the deadlines of staging, committing and comparing by the size of a version.

@@ -168,8 +168,7 @@ def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -
 def share(costs: NDArray[np.float64], indices: IntArray, ranks: int) -> list[IntArray]:
     """Each data-parallel rank's share of `indices`: the costliest sequence left goes to the rank with least cost (Graham 1969).
 
-    The totals of two ranks differ by at most the costliest sequence. Of equal ranks the first one is taken, so the result is the
-    same everywhere.
+    Two ranks' totals differ by at most the costliest sequence. Of equal ranks the first is taken, so all get the same result.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]  # a heap of costs and ranks

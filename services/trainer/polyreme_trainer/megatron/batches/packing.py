@@ -108,8 +108,7 @@ class Packing(PackedSeqParams):
         key_lengths: the number of keys of each sequence.
         features: the width of all queries of this rank.
         runs: see `PackedIds`.
-        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the
-            compute dtype.
+        full, sliding: cos and sin of layers with full attention and with a window: [t, 1, features / 2] in the compute dtype.
         halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
         keys: for a half, the positions of its keys among the gathered keys.
         copies: the tokens that sequences have in common; None: there are none.

@@ -208,8 +208,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[AnyRole], loads: LoadReports = 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
 
     Args:
-        loads: provides for each role the function to call with the fraction of its kinds of state (weights, moments) that this
-            rank has restored.
+        loads: provides per role what to call with the fraction of its kinds of state (weights, moments) that this rank restored.
 
     Raises:
         ConfigError: the checkpoint has another dtype, other roles or other adapters.

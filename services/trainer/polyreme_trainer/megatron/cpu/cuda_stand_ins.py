@@ -1,7 +1,6 @@
 """Lets megatron-core, which requests CUDA by name, run in a process without CUDA.
 
-Invariant: importing this module changes nothing. Only a process whose device is the CPU installs the stand-ins, and it keeps them
-until it ends.
+Invariant: importing this module changes nothing. Only a process on the CPU installs the stand-ins, and keeps them until it ends.
 """
 
 import ctypes

@@ -159,8 +159,7 @@ class Routing:
             sum_over(self._observed, parallel_state.get_tensor_and_context_parallel_group())
 
     def rows(self, layer: int) -> Rows | None:
-        """The rows that the router of `layer` computes now. Backward passes recompute a layer's micro-batches in the order of
-        their forward passes."""
+        """The rows that `layer`'s router computes now. Backward passes recompute a layer's micro-batches in forward order."""
         if self._phase != "train" or not self.recomputes:
             return self._rows
         waiting = self._waiting.setdefault(layer, deque())

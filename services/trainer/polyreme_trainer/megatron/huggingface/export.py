@@ -83,8 +83,7 @@ def classifier_config(config: bytes) -> bytes:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json with the dtype of the exported weights, under the key that it already uses, and without MTP layers, which are
-    not exported."""
+    """config.json with the exported weights' dtype, under its present key, and without MTP layers, which are not exported."""
     fields = json.loads(config)
     fields |= dict.fromkeys(fields.keys() & MTP_LAYERS, 0)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype

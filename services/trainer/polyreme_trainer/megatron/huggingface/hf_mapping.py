@@ -2,8 +2,7 @@
 
 Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` are equal.
 
-Invariant: over all ranks, the primary slices cover every element of every Hugging Face tensor exactly once. The module is pure
-and imports no torch.
+Invariant: over all ranks, primary slices cover every Hugging Face tensor exactly once. The module is pure and imports no torch.
 
 How megatron-core stores tensors that Hugging Face keeps separate (rows are output features):
 - `linear_qkv`: for each key-value group its query heads, then its key head, then its value head. The rows of all groups are split

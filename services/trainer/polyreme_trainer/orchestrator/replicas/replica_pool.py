@@ -1,10 +1,9 @@
 """The live rollout replicas, the versions that they serve, and the claims on them.
 
-Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work
-waits here, not in a replica, except during the swap to its version: it goes to a replica with capacity, the oldest policy version
-first, then in order of arrival. Therefore long answers leave no replica idle, a new replica gets work at once, and a stalled one
-delays only its running samples. For a short time after the first replica has staged a version, those that have yet to stage it
-keep their share.
+Invariant: targets are live leases with our API version, and every claim returns its promised tokens at its end. Work waits here,
+not in a replica, except during the swap to its version: it goes to a replica with capacity, oldest policy version first, then in
+order of arrival. Thus long answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its
+running samples. For a short time after the first replica staged a version, those yet to stage it keep their share.
 """
 
 import asyncio

@@ -59,8 +59,7 @@ class RmsNorm(TorchRmsNorm):
 
 
 def _residual(training: bool, fused: bool) -> object:
-    """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer has added its own
-    bias."""
+    """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer added its bias."""
     return _add_residual
 
 
