@@ -41,8 +41,7 @@ SILENT_ENGINES = ("vllm",)
 
 
 def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
-    """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what
-    needs it is left out here."""
+    """Yields notices and errors about what the trainer reads. A missing file is the core's error: what needs it is omitted."""
     yield from results(check_trackers(config.trackers), _check_notices(config.notices))
     yield from check_device(config.device)
     if isinstance(config, RunConfig) and config.device != "cpu":

@@ -144,5 +144,4 @@ SURROGATES: Mapping[type[Primitive], Callable[..., TokenLoss]] = {
     TvMask: tv_mask,
     PolicyGradient: policy_gradient,
 }
-"""The function of each policy loss of a recipe. It gets a micro-batch, the log-probabilities under the anchor [t], and the
-recipe's settings by name."""
+"""Each policy loss's function. It gets a micro-batch, the anchor's log-probabilities [t], and the recipe's settings by name."""

@@ -1,5 +1,4 @@
-"""The losses of the training service: those of the Tinker API with its names and formulas, and those of the presets, of
-preferences and of critics.
+"""The training service's losses: those of the Tinker API with its names and formulas, and of presets, preferences and critics.
 
 p is the log-probability of a token under the model, q its log-probability when it was sampled, A its advantage, w its weight and
 r = exp(p - q). A padded token has A = 0 or w = 0. For a critic, p is the value of the sequence up to the token.

@@ -173,8 +173,7 @@ def _expert_ranks(folder: Path, arch: Architecture, files: Mapping[Numbers, Rank
 
 
 def _experts(folder: Path, arch: Architecture, files: Iterable[RankFile]) -> tuple[int, int]:
-    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do. A rank may have only
-    layers without experts."""
+    """The numbers of expert ranks and of ranks that cut each expert; 0: tensor ranks do. A rank may have no expert layers."""
     down, where = next((found for file in files for found in _one_layer(file)), ([], ""))
     if not down or not arch.experts:
         return 1, 0

@@ -178,9 +178,8 @@ class Template:
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each id, including special tokens; concatenated, they are the text of `ids`.
 
-        A token that ends inside a character has an empty text, and the token that completes the character has the whole
-        character. If bytes in the middle of `ids` are not valid text, their decoding depends on all following bytes. Then the
-        last token has the whole text.
+        A token that ends inside a character has an empty text, and the one that completes it has the whole character. If bytes
+        within `ids` are not valid text, their decoding depends on all later bytes. Then the last token has the whole text.
         """
         whole, stream = self.decode([ids], special=True)[0], self.text_stream(special=True)
         texts = [stream(each) for each in ids]

@@ -1,8 +1,7 @@
 """The learner's turns on devices that it shares with the replicas, see polyreme.experience.device_lease.
 
-Invariant: all ranks hold the devices, or none does. Rank 0's thread renews the grant while the ranks compute; a grant that has
-ended is reported at the next call, before anything that was trained without it is published. With a placement on separate devices
-every call returns at once.
+Invariant: all ranks hold the devices, or none does. Rank 0's thread renews the grant while the ranks compute; an ended grant is
+reported at the next call, before anything trained without it is published. With separate devices every call returns at once.
 """
 
 import asyncio

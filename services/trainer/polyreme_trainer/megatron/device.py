@@ -91,8 +91,7 @@ class Device:
         return int(total)
 
     def free_cached(self) -> int:
-        """Frees the unused memory of torch's allocator. Returns the peak use since the last call, in bytes; on CPU, the peak of
-        the process since its start."""
+        """Frees torch's unused memory. Returns the peak use since the last call, in bytes; on CPU, since the process began."""
         if self.kind == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.synchronize()

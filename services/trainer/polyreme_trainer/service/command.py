@@ -1,8 +1,7 @@
 """`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
-Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is
-lost: the same command in the same directory continues every model. A process alone is started again by what has started it, such
-as a container's restart policy.
+Invariant: each of its processes ends with it, and a dead one is restarted. Nothing promised to a client is lost: the same command
+in the same directory continues every model. A process alone is restarted by what started it, as a container's restart policy.
 """
 
 import asyncio

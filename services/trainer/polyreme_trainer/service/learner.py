@@ -194,8 +194,7 @@ class ModelLearner:
             self._replay[place.lane] = Replay()
 
     async def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
-        """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`:
-        they have had their results."""
+        """Results of one request for each of several models; several are batches of one operation. `again`: they had results."""
         results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
         for place, request in requests.items():
             try:

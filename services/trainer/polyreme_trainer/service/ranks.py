@@ -1,5 +1,4 @@
-"""Several ranks that compute for the models of tenants: rank 0 has the requests, and tells the others each call of the engine
-before it makes the call itself.
+"""Several ranks compute for tenants' models: rank 0 has the requests, and tells the others each engine call before it makes it.
 
 Invariant: all ranks make the same calls in the same order. A call that fails for a tenant fails in the same way on every rank,
 and the ranks go on; any other error ends its rank, and with it all of them.

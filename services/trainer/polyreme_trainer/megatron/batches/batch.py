@@ -32,8 +32,7 @@ class Cost:
     """The cost of training a sequence. The unit is one token's cost in all matrix products with weights, forwards and backwards.
 
     Attributes:
-        attention: the cost of attention for each pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times
-            what `cost_of` computes.
+        attention: its cost per pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times that of `cost_of`.
     """
 
     attention: float = 0.0

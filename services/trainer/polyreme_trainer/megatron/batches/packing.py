@@ -1,7 +1,6 @@
 """Sequences in one row of tokens, one after the other, and the description of them that attention needs.
 
-Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is
-then computed once for all of them.
+Sequences that begin alike, as one prompt's samples do, may share these first tokens: all but attention is then computed once.
 
 Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment
 adds tokens at the end only, as a separate sequence. A sequence's queries belong to the last of the tokens whose keys they see.

@@ -94,8 +94,7 @@ class Save:
         facts: returns JSON values for the manifest. Called in rank 0's thread.
         keep: number of checkpoints with the same prefix to keep.
         hf_path: the Hugging Face directory to write before the checkpoint; None: none.
-        exports: its models, by the name of their subdirectory; "" is the model itself. Their tensors do not change until the save
-            is finished. On rank 0 only.
+        exports: its models, by subdirectory; "" is the model. Their tensors do not change until the save ends. On rank 0 only.
         discard: removes what has become unnecessary, once the checkpoint is complete. Called in rank 0's thread.
     """
 

@@ -75,8 +75,7 @@ class Routing:
         device: the device of the model.
 
     Attributes:
-        biases: the expert bias of each of this rank's layers that has one, fp32 [experts], by the layer's number among those with
-            experts in the whole model.
+        biases: the expert biases that this rank's layers have, fp32 [experts], by the number among the model's expert layers.
     """
 
     def __init__(self, arch: Architecture, here: Rank, recomputes: bool, device: torch.device) -> None:

@@ -1,7 +1,6 @@
 """Reads and writes the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing.
 
-Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser. A file that cannot be
-written raises OSError.
+Invariant: a missing or damaged file raises ConfigError that names it, never a parser error. An unwritable file raises OSError.
 """
 
 import contextlib

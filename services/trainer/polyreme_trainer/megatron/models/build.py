@@ -118,8 +118,7 @@ def pick_spec(device: Device) -> ModelSpec:
 def build_chunks(
     arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec, recompute: Recompute | None = None
 ) -> list[GPTModel]:
-    """This rank's shard with uninitialised weights: a GPTModel for each virtual stage. Raises ConfigError when the sizes do not
-    divide over the ranks."""
+    """This rank's shard with uninitialised weights: a GPTModel per virtual stage. Raises ConfigError unless the sizes divide."""
     here = rank()
     try:
         hf_mapping.rank_slices(arch, here)

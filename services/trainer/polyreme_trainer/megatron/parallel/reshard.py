@@ -3,8 +3,7 @@
 Every rank saves the weights of its trained parameters and the parts of their moments that it updates (`RankState`). The mapping
 table says which elements of the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
 
-Invariant: numbers are copied, never computed. Ranks of the same layout get back the bits that they saved, and every layout gets
-the same model and moments.
+Invariant: numbers are copied, never computed. The same layout gets back the saved bits, any layout the same model and moments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -29,8 +29,7 @@ def load_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm of a run.
 
     Raises:
-        ConfigError: the source differs from the one that the run was configured with, has no usable function, or has a function
-            that fails on a synthetic batch.
+        ConfigError: the source differs from the run's, has no usable function, or has a function that fails on a synthetic batch.
     """
     longest, source = longest_episode(config), config.algorithm.source
     if source is None:

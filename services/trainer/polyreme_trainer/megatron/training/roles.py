@@ -2,8 +2,7 @@
 
 With adapters, a reference that is the actor's initial model needs no separate model, see `BaseRole`.
 
-Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles
-and handle all of them alike.
+Invariant: a role without an optimizer changes only between iterations, if at all. Checkpoints and resumes handle all roles alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

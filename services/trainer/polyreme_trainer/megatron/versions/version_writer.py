@@ -2,9 +2,8 @@
 
 The first copy is on data rank 0's tensor ranks and stages; with expert ranks, also on the next data ranks', until it is complete.
 
-Where these ranks are on several machines, the first rank of each of them owns an arena there, with the tensors that its machine
-writes: a part of the version, in the same slot everywhere. Otherwise the version has one part, and rank 0 owns its arena.
-Every tensor belongs to one part.
+Where these ranks are on several machines, the first rank of each owns an arena with the tensors that the machine writes: a part
+of the version, in the same slot everywhere. Otherwise rank 0 owns the arena of the only part. Each tensor is in one part.
 
 Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks
 wait at the barrier. The owner of an arena seals its part, and rank 0 has the manifests of all parts.

@@ -1,7 +1,6 @@
 """The seam between the orchestrator and its environments.
 
-Invariant: the orchestrator's loop, the log and the learner know no environment by name. An environment knows neither the log's
-states nor the learner.
+Invariant: the orchestrator's loop, log and learner know no environment by name. None knows the log's states or the learner.
 """
 
 from dataclasses import dataclass, field

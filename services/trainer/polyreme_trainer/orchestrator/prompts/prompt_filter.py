@@ -1,5 +1,4 @@
-"""Which groups are left out: before they are sampled, those whose prompts are always or never solved; when they are scored, those
-whose samples have no gradient.
+"""Groups that are left out: before sampling, those with always or never solved prompts; after scoring, those without a gradient.
 
 Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor decides the same. In
 one iteration at most REFILL times its number of groups is dropped, so it ends even if all prompts' scores are equal.
@@ -99,8 +98,7 @@ class PromptFilter:
         return Tally(prompt_key(self._prompt_of(record.index)), count, solved)
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """The counts of an iteration's metrics since the last call: skipped prompts, and the mean pass rate of those that were
-        sampled. Resets them."""
+        """Metric counts of an iteration since the last call: skipped prompts, and mean pass rate of sampled ones. Resets them."""
         if self._rule is None:
             return {}
         counts = {"rollout/skipped_prompts": (float(self._skipped), 0)}

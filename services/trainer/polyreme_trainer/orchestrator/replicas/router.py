@@ -3,8 +3,7 @@
 While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new
 version would take all the samples that wait for it.
 
-Invariant: `outstanding` of a target is the number of tokens that its running calls may still return, and `sequences` is the
-number of their samples.
+Invariant: a target's `outstanding` is the tokens that its running calls may return, and `sequences` the number of their samples.
 """
 
 import math

@@ -73,8 +73,7 @@ class Architecture:
         aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
         mtp_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of
             this package has them, and neither have those of transformers and vLLM that sample.
-        adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head,
-            because all of it is trained.
+        adapter: whether the table has only adapters' tensors, see `lora_mapping`. They include a value head, which is trained.
     """
 
     family: "ModelFamily"
