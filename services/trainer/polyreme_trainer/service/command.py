@@ -1,7 +1,7 @@
 """`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
 Invariant: each of its processes ends with it, and a dead one is restarted. Nothing promised to a client is lost: the same command
-in the same directory continues every model. A process alone is restarted by what started it, as a container's restart policy.
+in the same directory continues every model. A process alone is restarted by what started it, like a container's restart policy.
 """
 
 import asyncio
