@@ -268,8 +268,8 @@ class StageStep(_Numbered, kind="step"):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesServed(MetricRecord, kind="samples"):
-    """A model of the training service has answered requests. `file`: of their samples; `next_group`: above the groups in it; `dropped`: files that
-    are deleted for it."""
+    """A model of the training service has answered requests. `file`: of their samples; `next_group`: above the groups in it;
+    `dropped`: files that are deleted for it."""
 
     file: str
     samples: int

@@ -171,8 +171,8 @@ class RequestLog:
         return list(await self._scripts.call("begun", nonce, *ids, keys=[self._key("begun")]))
 
     async def attempt(self, id: str) -> bool:
-        """Counts a beginning of work that is no request. Returns False once MAX_BEGUN beginnings have ended with their process: this one does not try
-        the work any more, a later one does. `id`: begins with a tenant."""
+        """Counts a beginning of work that is no request. Returns False once MAX_BEGUN beginnings have ended with their process:
+        this one does not try the work any more, a later one does. `id`: begins with a tenant."""
         if id not in self._given_up:
             [begun] = await self.begin([LogPlace(id, "learner")])
             if begun <= MAX_BEGUN:

@@ -31,7 +31,8 @@ _PREPARED = {
 }
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
 _TRAINERS = {VERL.name: r"main_(ppo(_\w+)?|dapo)|fully_async_main", OPENRLHF.name: r"train_ppo(_ray\w*)?"}
-"""The names of the programs whose training the rules of a system describe. A recipe often has a loss of its own behind the same options."""
+"""The names of the programs whose training the rules of a system describe. A recipe often has a loss of its own behind the same
+options."""
 _REQUIRED = {"model.path": "FILL_IN/model", "data.train": "FILL_IN/data"}
 """What a run needs and a configuration may leave to its script, with a path for the user to replace: without it no run starts."""
 _PLACEHOLDER = 100

@@ -160,8 +160,8 @@ def _whole_errors(path: Path) -> Iterator[ConfigError]:
 
 
 def context_of(path: Path) -> int | None:
-    """`max_position_embeddings` of a model's config.json, or None when it is absent. The learner takes no longer sequence, whatever RoPE scaling
-    the file has: one with a longer context says so in this field."""
+    """`max_position_embeddings` of a model's config.json, or None when it is absent. The learner takes no longer sequence,
+    whatever RoPE scaling the file has: one with a longer context says so in this field."""
     try:
         model = json.loads(path.read_text())
     except ValueError as error:

@@ -1,6 +1,7 @@
 """The lines of a run's log files, by time.
 
-Invariant: a reader never sees a partial line: text without a newline yet belongs to the next read. Memory does not grow with the files.
+Invariant: a reader never sees a partial line: text without a newline yet belongs to the next read. Memory does not grow with the
+files.
 """
 
 import heapq

@@ -17,7 +17,8 @@ from polyreme.rundir.progress import Progress
 
 
 def whole_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file from a byte offset on, each with the offset after it; not a last line that is still being written."""
+    """Yields the lines of a file from a byte offset on, each with the offset after it; not a last line that is still being
+    written."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(offset)
         for line in file:

@@ -18,12 +18,14 @@ _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u
 
 
 def harmless(text: str) -> str:
-    """A text that cannot command a terminal, or reorder what stands beside it: such characters are escaped, and carriage returns left out."""
+    """A text that cannot command a terminal, or reorder what stands beside it: such characters are escaped, and carriage returns
+    left out."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r", ""))
 
 
 class TerminalConsole(Console):
-    """Writes plain text to a stream, and nothing after its reader has gone. Texts of others, such as a policy's, command nothing."""
+    """Writes plain text to a stream, and nothing after its reader has gone. Texts of others, such as a policy's, command
+    nothing."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(file=cast(IO[str], _Stream(stream)), markup=False, emoji=False, highlight=False)

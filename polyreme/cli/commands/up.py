@@ -212,7 +212,8 @@ def into_background(log: Path) -> Callable[[str], None]:
 
 
 def _wait(read_end: int, child: int, log: Path) -> None:
-    """Ends the foreground process, and at a signal the start. Runs no cleanup, since the background process now owns all resources."""
+    """Ends the foreground process, and at a signal the start. Runs no cleanup, since the background process now owns all
+    resources."""
     try:
         with os.fdopen(read_end, "rb") as pipe:
             announced = pipe.read()

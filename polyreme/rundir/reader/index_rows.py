@@ -100,8 +100,8 @@ def step_of(line: Line) -> int:
 
 
 def sample_files_of(line: Line) -> tuple[list[str], Sequence[str]]:
-    """The names of the sample files that are complete when this record is written, and of those that are deleted for them. A file is missing if
-    its iteration's groups had been deleted."""
+    """The names of the sample files that are complete when this record is written, and of those that are deleted for them. A file
+    is missing if its iteration's groups had been deleted."""
     match read_record(line):
         case IterationTrained(iteration=number):
             return [f"iteration_{number:04d}.jsonl"], ()

@@ -154,8 +154,8 @@ async def serve(
 
 
 async def serve_v1(engine: InferenceEngine, config: RunConfig, endpoint: Endpoint, stop: asyncio.Event) -> None:
-    """Serves only the /v1 of an open engine, whose weights never change, until `stop`. Every reply names version 0. Raises PolyremeError when
-    the engine has died."""
+    """Serves only the /v1 of an open engine, whose weights never change, until `stop`. Every reply names version 0. Raises
+    PolyremeError when the engine has died."""
 
     async def version() -> int:
         return 0

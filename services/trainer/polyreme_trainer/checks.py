@@ -1,7 +1,7 @@
 """The trainer's check of a run or a stage before any process starts: model family, tokenizer, chat template, data.
 
-Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked when the
-run reads them. A setting that does not apply to the model is an error and is never ignored.
+Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked
+when the run reads them. A setting that does not apply to the model is an error and is never ignored.
 """
 
 import inspect
@@ -42,8 +42,7 @@ SILENT_ENGINES = ("vllm",)
 
 
 def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
-    """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what needs it is left
-    out here."""
+    """Yields notices and errors about what the trainer reads. A missing file is the core's error: what needs it is omitted."""
     yield from results(check_trackers(config.trackers), _check_notices(config.notices))
     yield from check_device(config.device)
     if isinstance(config, RunConfig) and config.device != "cpu":
@@ -168,7 +167,8 @@ def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:
 
 
 def _check_reader(role: str, path: Path, model: Path, positions: int) -> Iterator[PolyremeError]:
-    """Yields an error unless the model at `path` reads every token of `model`, as the same text, and sequences of so many positions."""
+    """Yields an error unless the model at `path` reads every token of `model`, as the same text, and sequences of so many
+    positions."""
     found, tokens = load_architecture(path), load_architecture(model).vocab
     do = f"Use a {role} with the model's tokenizer and a context as long, or none."
     if found.vocab < tokens or found.max_position < positions:
@@ -212,8 +212,8 @@ def _check_prompts(
     elif dataset.filtered:
         seen = "" if len(rows) <= _ENCODED else "the first "
         yield (
-            f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {name_of(sources)} are longer than data.max_prompt_tokens ="
-            f" {config.data.max_prompt_tokens} and are left out"
+            f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {name_of(sources)} are longer than "
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens} and are left out"
         )
 
 
@@ -253,7 +253,7 @@ def _check_rows(sources: tuple[DataSource, ...], config: StageConfig, template: 
 
 
 def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
-    """Yields an error for each setting that needs experts where the model has none. Raises ConfigError for a model that is unknown."""
+    """Yields an error for each setting that needs experts where the model has none. Raises ConfigError for an unknown model."""
     arch = load_architecture(config.model.path)
     replays = isinstance(config, RunConfig) and config.trainer.moe.replay_routes
     if (config.trainer.moe.is_set or replays) and not arch.experts:

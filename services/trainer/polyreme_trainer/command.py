@@ -1,9 +1,9 @@
-"""The commands of the trainer. `polyreme train` opens a run, or joins the one that `polyreme up` opened, and supervises its trainer.
-`polyreme learner` runs the ranks of a further machine of the learner. `polyreme sft`, `reward-model` and `dpo` run a stage on this machine,
-from its check to the exported model.
+"""The commands of the trainer. `polyreme train` opens a run, or joins the one that `polyreme up` opened, and supervises its
+trainer. `polyreme learner` runs the ranks of a further machine of the learner. `polyreme sft`, `reward-model` and `dpo` run a
+stage on this machine, from its check to the exported model.
 
-Invariant: a run that `polyreme up` opened is joined and never opened again; its configuration is the one that `up` checked. A stage needs no
-rollout, no reward and no Redis.
+Invariant: a run that `polyreme up` opened is joined and never opened again; its configuration is the one that `up` checked. A
+stage needs no rollout, no reward and no Redis.
 """
 
 import asyncio

@@ -178,16 +178,20 @@ def held_out_sets(config: RunConfig | StageConfig) -> dict[str, Sources]:
 
 
 def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> Iterator[str]:
-    """The report as lines of text. `held_out`: by name, the reports on data that must share no row with it, or the errors in their place."""
+    """The report as lines of text. `held_out`: by name, the reports on data that must share no row with it, or their errors."""
     lengths = np.array(found.lengths)
     low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
     yield f"rows        {len(lengths):,}"
     yield (
-        f"tokens      {lengths.sum():,}; per row at least {lengths.min()}, 5% {low}, median {middle}, 95% {high}, at most {lengths.max()}"
+        f"tokens      {lengths.sum():,}; per row at least {lengths.min()}, 5% {low}, median {middle}, 95% {high}, "
+        f"at most {lengths.max()}"
     )
     yield f"overlong    {found.overlong} of more than {found.limit} tokens"
     if found.tools is not None:
-        yield f"tools       {', '.join(found.tools) or 'none'} in the example, beside those of files and MCP servers, which declare them in a run"
+        yield (
+            f"tools       {', '.join(found.tools) or 'none'} in the example, beside those of files and MCP servers, "
+            "which declare them in a run"
+        )
     for reason, count in found.left_out.items():
         yield f"left out    {count}: {reason}"
     if found.unlabelled is not None:
@@ -207,7 +211,7 @@ def _named(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def tokens_text(example: Example, texts: Sequence[str]) -> Text:
-    """A sequence with a background for each token; tokens that are trained on are green. A bar separates tokens without colours."""
+    """A sequence with a background per token; tokens that are trained on are green. A bar separates tokens without colours."""
     shown = Text("example     " + (f"(the first {len(texts)} tokens) " if len(texts) < len(example.ids) else ""))
     for place, text in enumerate(texts):
         trained = bool(example.loss_mask[place])

@@ -34,8 +34,8 @@ class LocalEngine(MegatronEngine):
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig) -> Iterator["LocalEngine"]:
-        """Loads the weights of `model.path`, and frees everything with the block. One rank sets torchrun's variables in this process's
-        environment; of several, each has them already.
+        """Loads the weights of `model.path`, and frees everything with the block. One rank sets torchrun's variables in this
+        process's environment; of several, each has them already.
 
         Raises:
             ConfigError: the model cannot be trained, or `trainer.parallel` has other ranks than torchrun's variables.

@@ -1,7 +1,7 @@
 """A training service as the engine and the sampler of a program: the verbs of `LocalEngine` and `LocalSampler`, over an address.
 
-Invariant: every call is a numbered request, which is sent again until it has its answer, so a restart of the service is a pause. A loss is
-computed here: the service gets its gradient by the log-probabilities as the weights of a cross entropy.
+Invariant: every call is a numbered request, which is sent again until it has its answer, so a restart of the service is a pause.
+A loss is computed here: the service gets its gradient by the log-probabilities as the weights of a cross entropy.
 """
 
 import json

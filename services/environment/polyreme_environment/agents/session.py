@@ -141,8 +141,8 @@ class AgentSession:
         return await asyncio.shield(pending.answer)
 
     async def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
-        """What is certain of the turn that answers what `read` reads, as it is sampled, and at last the turn. A request of which something has been
-        told is withdrawn when its last stream is closed. Raises RefusedRequestError."""
+        """What is certain of the turn that answers what `read` reads, as it is sampled, and at last the turn. A request of which
+        something has been told is withdrawn when its last stream is closed. Raises RefusedRequestError."""
         pending = self._pending(replace(read(self.history), streams=True))
         pending.streams += 1
         shown: PartialTurn | None = None

@@ -38,8 +38,8 @@ def code(
 
     - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
     - With "fn_name" in addition, inputs are lists of arguments and outputs are the values that the function (or the method of
-      `Solution`) must return. If each output is a list of one value, as in APPS, that value counts, too. Floats are compared to six digits. The names that LeetCode's editor imports are available (typing,
-      collections, math and others).
+      `Solution`) must return. If each output is a list of one value, as in APPS, that value counts, too. Floats are compared to
+      six digits. The names that LeetCode's editor imports are available (typing, collections, math and others).
     - A list of strings, such as "assert f(1) == 2", is executed after the program, one string at a time.
 
     Each test has its own sandbox with one process (threads but no forks), no network, no sockets, no files except Python's and a

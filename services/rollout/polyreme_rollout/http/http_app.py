@@ -1,8 +1,8 @@
 """A replica's HTTP application: /health, /ready, /metrics, and the engine's OpenAI-compatible /v1.
 
 Invariant: /v1 answers from a served policy version or not at all, never from the initial random weights, and each reply names
-that version. A chat is rendered as in training (see `JsonRequests`). The engine salts its requests, so that they share no cached prefix
-with an earlier policy.
+that version. A chat is rendered as in training (see `JsonRequests`). The engine salts its requests, so that they share no cached
+prefix with an earlier policy.
 """
 
 import asyncio
@@ -95,8 +95,8 @@ def _status(good: bool, otherwise: str) -> Response:
 
 
 class JsonRequests:
-    """An ASGI middleware around an OpenAI-compatible application, which gets only JSON that it can also write: the values of a wrong request
-    are in its errors. A message has the tokens that the same message of a data row has."""
+    """An ASGI middleware around an OpenAI-compatible application, which gets only JSON that it can also write: the values of a
+    wrong request are in its errors. A message has the tokens that the same message of a data row has."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -37,8 +37,8 @@ class WantedVersion:
         return cls(*(int(text) if (text := headers.get(name)) is not None else None for name in (MIN_HEADER, EXACT_HEADER)))
 
     def refusal(self, served: int | None) -> tuple[int, str] | None:
-        """The status and the reason why this version may not answer; None: it may. Without a version, the engine's tokens may be of one that
-        has failed its canary."""
+        """The status and the reason why this version may not answer; None: it may. Without a version, the engine's tokens may be
+        of one that has failed its canary."""
         if self.exact is not None and served != self.exact:
             return 412, f"expected policy version {self.exact}; found {served}"
         if self.minimum is not None and (served is None or served < self.minimum):

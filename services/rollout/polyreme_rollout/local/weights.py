@@ -44,7 +44,8 @@ class SavedWeights:
         self._version = 0
 
     def write(self, folder: Path | None) -> ArenaSource:
-        """Writes the base model, or the model saved in a folder. An earlier source is no longer valid. Raises OSError, KeyError, ValueError."""
+        """Writes the base model, or the model saved in a folder. An earlier source is no longer valid. Raises OSError, KeyError,
+        ValueError."""
         self._version += 1
         pairs, scale = read_adapter(folder) if folder is not None and (folder / _CONFIG).exists() else ({}, 0.0)
         self._arena.begin(0)

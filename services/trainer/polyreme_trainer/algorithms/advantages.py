@@ -1,10 +1,10 @@
 """Advantage estimators, from rewards to advantages, in float64 numpy.
 
-Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other samples
-of its group. A sample is an episode, which may have several turns in several trajectories (see `batch`).
+Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other
+samples of its group. A sample is an episode, which may have several turns in several trajectories (see `batch`).
 
-Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are equal,
-whitened or not.
+Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are
+equal, whitened or not.
 
 A further estimator is a class in `polyreme.config.recipes.recipe`, its formula here, and a line in ESTIMATORS.
 """
@@ -52,8 +52,8 @@ def gae(
 ) -> tuple[Float64, Float64]:
     """Generalised advantage estimation, Schulman et al. 2015 (arXiv 1506.02438), equation 16, over the trained tokens.
 
-    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the sequence, so
-    masked tokens are skipped. After the last trained token the value is 0, or `final_values`.
+    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the
+    sequence, so masked tokens are skipped. After the last trained token the value is 0, or `final_values`.
 
     Args:
         rewards, values: float64 [t].
@@ -90,7 +90,7 @@ def discounted_returns(rewards: Float64, mask: Mask, offsets: Int64, gamma: floa
 
 
 def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
-    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values. Vectorised over runs: one step per token of the longest run."""
+    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values. Vectorised: one step per token of the longest run."""
     sums = values.copy()
     order = np.argsort(-counts, kind="stable")
     ends, descending = np.cumsum(counts)[order], -counts[order]
@@ -102,7 +102,7 @@ def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
 
 
 def length_adaptive_lambda(lengths: Int64, alpha: float) -> Float64:
-    """float64 [n], `max(0, 1 - 1 / (alpha l))` for responses of l tokens: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
+    """float64 [n], `max(0, 1 - 1 / (alpha l))` for l-token responses: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)))
 
 
@@ -130,7 +130,7 @@ def group_centred(scores: Float64, group: Int64) -> Float64:
 
 
 def leave_one_out(scores: Float64, group: Int64) -> Float64:
-    """`r` minus the mean of the group's other samples: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740). Raises as `group_normalised`."""
+    """`r` minus the mean of the group's others: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740). Raises as `group_normalised`."""
     groups = _with_peers(group)
     sizes = groups.sizes[groups.member_of]
     return group_centred(scores, group) * sizes / (sizes - 1)
@@ -151,7 +151,7 @@ def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
 def best_of_group(scores: Float64, group: Int64) -> Float64:
     """The group's best score minus the best score of its other samples: 0 for all samples but a single best one.
 
-    The leave-one-out gradient of the expected maximum over the group, Tang et al. 2025 (arXiv 2503.19595). Raises as `group_normalised`.
+    The leave-one-out gradient of the group's expected maximum, Tang et al. 2025 (arXiv 2503.19595). Raises as `group_normalised`.
     """
     groups, advantages = _with_peers(group), np.zeros(len(scores))
     order = np.lexsort((scores, groups.member_of))
@@ -192,9 +192,9 @@ def turn_normalised(
 ) -> Float64:
     """The return from each turn on, normalised over all turns of the group: Kevin, Baronio et al. 2025 (arXiv 2507.11948).
 
-    `G_k = R_k + gamma G_(k+1)`, where R_k is the sum of turn k's token rewards. Each turn of each episode is compared with all turns of the
-    group's episodes as `group_normalised` compares samples. Turns without trained tokens do not count; a turn without another one to compare
-    with has advantage 0.
+    `G_k = R_k + gamma G_(k+1)`, where R_k is the sum of turn k's token rewards. Each turn of each episode is compared with all
+    turns of the group's episodes as `group_normalised` compares samples. Turns without trained tokens do not count; a turn
+    without another one to compare with has advantage 0.
 
     Args:
         rewards: float64 [t].
@@ -224,7 +224,7 @@ def turn_normalised(
 
 
 def positives(scores: Float64, threshold: float) -> Float64:
-    """1 for a score above the threshold, else 0. RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates only the accepted samples."""
+    """1 for scores above the threshold, else 0. RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates only the accepted samples."""
     return (scores > threshold).astype(np.float64)
 
 

@@ -1,11 +1,11 @@
 """Reduces token losses to one number: the coefficient of every token in the loss of its optimizer step.
 
-A sequence is an episode, so an episode counts once, however many turns and trajectories it has. Tokens of the environment are masked: they
-are neither in the loss nor in a divisor.
+A sequence is an episode, so an episode counts once, however many turns and trajectories it has. Tokens of the environment are
+masked: they are neither in the loss nor in a divisor.
 
-Invariant: coefficients are computed over the whole step, across all ranks and micro-batches, so `sum(coefficient * token loss)` does not
-depend on how the step is split. Samples that the truncation mask or a correction removes still count in the divisors: masking removes their
-gradient and leaves that of the other samples unchanged.
+Invariant: coefficients are computed over the whole step, across all ranks and micro-batches, so `sum(coefficient * token loss)`
+does not depend on how the step is split. Samples that the truncation mask or a correction removes still count in the divisors:
+masking removes their gradient and leaves that of the other samples unchanged.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ def token_coefficients(mask: Float32, offsets: Int64, step: Int64, mode: Aggrega
     S is the number of sequences of the step that have trained tokens, and l the number of a sequence's trained tokens:
 
     - token-mean: 1 / sum(l); every token has the same weight (DAPO, arXiv 2503.14476).
-    - seq-mean-token-mean: 1 / (S l); every sequence has the same weight (GRPO, arXiv 2402.03300, equation 3). The trajectories of an episode
-      share its weight in proportion to their trained tokens.
+    - seq-mean-token-mean: 1 / (S l); every sequence has the same weight (GRPO, arXiv 2402.03300, equation 3). The trajectories of
+      an episode share its weight in proportion to their trained tokens.
     - seq-mean-token-sum: 1 / S; a sequence is one action, whose log-probability is the sum over its tokens.
     - seq-mean-token-sum-norm: 1 / (S constant) (Dr. GRPO, arXiv 2503.20783).
 

@@ -1,6 +1,6 @@
 """Composes a recipe into the functions that training calls: the advantages of an iteration and the losses of a micro-batch.
 
-Invariant: these are pure functions of their arguments. Everything that outlives an iteration is in the state that `advantages` returns.
+Invariant: these are pure functions of their arguments. All that outlives an iteration is in the state that `advantages` returns.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from polyreme_trainer.algorithms.state import INITIAL, AlgorithmState
 
 @dataclass(frozen=True)
 class Needs:
-    """The optional inputs that a recipe needs, besides scores, the sampler's log-probabilities and, for several optimizer steps, `old`.
+    """The optional inputs of a recipe, besides scores, the sampler's log-probabilities and, for several optimizer steps, `old`.
 
     Attributes:
         reference: log-probabilities under the reference policy.
@@ -107,7 +107,7 @@ class Algorithm:
         return advantages.estimate(self.recipe.advantage, batch, rewards)
 
     def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
-        """float32 [t], the `LossInputs.weight` of every token in an optimizer step on the episodes `step`; 0 for all other tokens.
+        """float32 [t], the `LossInputs.weight` of every token in an optimizer step on the episodes `step`; 0 for other tokens.
 
         With dynamic sampling, a group of equal scores counts as dropped, so the divisor excludes it.
         """
@@ -116,11 +116,11 @@ class Algorithm:
         return advantages.weight * token_coefficients(batch.mask, batch.offsets, step, self.recipe.aggregation, self.longest)
 
     def critic_coefficients(self, batch: TokenBatch, step: Int64) -> Float32:
-        """The same for `critic_loss`: the mean over all trained tokens. Samples that are masked for the policy still train the critic."""
+        """The same for `critic_loss`: the mean over all trained tokens. Samples masked for the policy still train the critic."""
         return token_coefficients(batch.mask, batch.offsets, step, "token-mean")
 
     def has_gradient(self, batch: TokenBatch, advantages: Advantages) -> Bool:
-        """bool [n], whether an episode has a gradient for the policy. The backward pass may skip the others without changing the result."""
+        """bool [n], whether an episode has a gradient for the policy. A backward pass without the others has the same result."""
         alive = batch.trained & (advantages.weight > 0)
         if self.recipe.dynamic_sampling:
             alive &= informative(batch.score, batch.group)[batch.sequence_of]
@@ -131,7 +131,7 @@ class Algorithm:
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """The policy's loss over a micro-batch and its metrics. The sum over micro-batches and ranks is the step's loss.
 
-        The correction's factor multiplies the surrogate only: KL and entropy are not expectations over the sampler's tokens alone.
+        The correction factor multiplies the surrogate only: KL and entropy are not expectations over the sampler's tokens alone.
         """
         recipe = self.recipe
         anchor = inputs.old if recipe.anchor == "old" else inputs.behaviour
@@ -178,7 +178,7 @@ class Algorithm:
         return result
 
     def _next_coef(self, batch: TokenBatch, kl: Float64 | None, coef: float | None) -> float | None:
-        """The next iteration's coefficient, adapted to this iteration's KL per episode or token; None without an adaptive controller."""
+        """The next coefficient, adapted to this iteration's KL per episode or token; None without an adaptive controller."""
         samples = int((batch.lengths > 0).sum())
         if kl is None or coef is None or self.recipe.kl is None or self.recipe.kl.adaptive is None:
             return None
@@ -199,15 +199,14 @@ def summary(
     kl: Float64 | None,
     kl_coef: float | None,
 ) -> dict[str, tuple[float, float]]:
-    """The metrics of an iteration, name -> (sum, weight). Every rank computes the same from the same batch: they are not summed over ranks.
+    """An iteration's metrics, name -> (sum, weight). All ranks compute the same from one batch: they are not summed over ranks.
 
     - Per sample, without greedy ones: `score` before shaping, `reward` after shaping and with process rewards and KL penalty,
       `truncated_sample_fraction`, `masked_sample_fraction`.
-    - Per trained token: `advantage`, `return`, `value`, `reward_kl`, `teacher_kl` (log p of the policy minus log p of the
-      teacher).
+    - Per trained token: `advantage`, `return`, `value`, `reward_kl`, `teacher_kl` (log p of the policy minus the teacher's).
     - `_max` and `_min` of `score`, `reward`, `advantage`, `return` and `value`.
     - Per group: `zero_variance_group_fraction`.
-    - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient that was used.
+    - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient used.
     """
     sampled, trained = ~batch.greedy, batch.trained
     series = {"score": batch.score[sampled], "reward": rewards.totals[sampled], "advantage": advantages[trained]}

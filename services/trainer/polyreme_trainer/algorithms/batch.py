@@ -1,14 +1,14 @@
 """The episodes of one iteration as flat per-token arrays, and the advantages computed from them.
 
-A sequence is one episode: the predictions of its trajectories, one after the other. An episode of one turn is one response. A trajectory of
-L tokens has L - 1 predictions; prediction k is of token k + 1. Every per-token array has one entry per prediction, and the entries of
-sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of padding, packing and ranks.
+A sequence is one episode: the predictions of its trajectories, one after the other. An episode of one turn is one response. A
+trajectory of L tokens has L - 1 predictions; prediction k is of token k + 1. Every per-token array has one entry per prediction,
+and the entries of sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of padding, packing and ranks.
 
-Tokens of the prompt and of the environment are masked, so "the next trained token" of a turn's last token is the first one of the next
-turn, also when that is in the episode's next trajectory.
+Tokens of the prompt and of the environment are masked, so "the next trained token" of a turn's last token is the first one of the
+next turn, also when that is in the episode's next trajectory.
 
-Invariant: entries where `mask` is 0 have no influence on any result, except for the shaping of a greedy baseline. An episode counts once,
-however many trajectories it has.
+Invariant: entries where `mask` is 0 have no influence on any result, except for the shaping of a greedy baseline. An episode
+counts once, however many trajectories it has.
 """
 
 from collections.abc import Mapping
@@ -45,9 +45,9 @@ class TokenBatch:
         teacher: float32 [t], under the teacher of a distillation.
         values: float32 [t], the critic's value of the state before the token.
         final_values: float32 [n], the critic's value of the state after the last token.
-        token_rewards: float32 [t], process rewards, and each turn's reward at the turn's last token: a part of the score. The rest of it
-            belongs to the last trained token.
-        turn: int64 [t], the number of the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
+        token_rewards: float32 [t], process rewards, and each turn's reward at the turn's last token: a part of the score. The
+            rest of it belongs to the last trained token.
+        turn: int64 [t], the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
         ids: int64 [t], the predicted tokens.
         trajectories: int64 [n], the number of trajectories of each episode. None: every episode has one.
         parts: float64 [n, k], the named components of the reward, unweighted.

@@ -1,8 +1,8 @@
 """Corrects for samples from another policy: an older version, or the replica's engine, whose numbers differ from the learner's.
 
 The surrogate is an expectation over tokens of the policy before the step (old), but the sampler (behaviour) produced the tokens.
-w = e^(old - behaviour) corrects the difference (the decoupled objective of Hilton et al. 2021, arXiv 2110.00641). Bounds on w trade
-variance for bias. Masks drop tokens whose weight is too extreme to correct.
+w = e^(old - behaviour) corrects the difference (the decoupled objective of Hilton et al. 2021, arXiv 2110.00641). Bounds on w
+trade variance for bias. Masks drop tokens whose weight is too extreme to correct.
 
 Invariant: a factor carries no gradient and changes no divisor. Where old and behaviour are equal, it is exactly 1.
 """
@@ -27,8 +27,8 @@ def log_weights(inputs: LossInputs) -> Tensor:
 def factor(correction: Correction, log_w: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor | None]:
     """The factor of each token's surrogate, [t], and which weights were truncated to a cap, bool [t]; None without a cap.
 
-    - token_tis: min(w, cap), truncated importance sampling: Ionides 2008 (J. Comput. Graph. Stat. 17); per token, Yao et al. 2025,
-      "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+    - token_tis: min(w, cap), truncated importance sampling: Ionides 2008 (J. Comput. Graph. Stat. 17); per token, Yao et al.
+      2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     - sequence_tis: min(product of w over the sequence, cap).
     - icepop: w where low <= w <= high, else 0 (arXiv 2510.18855).
     - geometric_mask: 1 where low <= exp(mean log w of the sequence) <= high, else 0.
@@ -55,9 +55,9 @@ def correct(corrections: Sequence[Correction], inputs: LossInputs) -> tuple[Tens
     """The product of the factors, [t], and metrics of the weights.
 
     Metrics: `importance_weight` and `importance_weight_max` are w's mean and maximum. `off_policy_kl` is the k3 estimate of
-    KL(behaviour || old). `mismatch_kl` is the same over the sequences that the policy before the step sampled completely, so it measures the
-    difference between the engines. With corrections there are also `correction_factor`, `dropped_token_fraction`,
-    `dropped_sequence_fraction` and, where a weight has a cap, `truncated_fraction`: the fraction of tokens whose weight was truncated.
+    KL(behaviour || old). `mismatch_kl` is the same over the sequences that the policy before the step sampled completely, so it
+    measures how the engines differ. With corrections there are also `correction_factor`, `dropped_token_fraction`,
+    `dropped_sequence_fraction` and, with a cap, `truncated_fraction`: the fraction of tokens whose weight was truncated.
     """
     log_w = log_weights(inputs)
     w, k3 = _exp(log_w), estimate("k3", inputs.behaviour, inputs.old.detach())

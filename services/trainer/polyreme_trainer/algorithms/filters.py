@@ -12,7 +12,7 @@ from polyreme_trainer.algorithms.groups import Groups
 
 
 def informative(scores: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool [n], whether the scores within the sample's group differ. DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) keeps these.
+    """bool [n], whether the group's scores differ. DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) keeps these.
 
     Args:
         scores: float64 [n], before shaping.

@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
-"""Scores are equal when they differ by at most RELATIVE times the largest magnitude plus ABSOLUTE. A smaller difference is rounding:
-float32 resolves 1.2e-7, and sums of weighted parts cancel to about 1e-16. Division by such a deviation would produce full-size
-advantages."""
+"""Scores are equal when they differ by at most RELATIVE times the largest magnitude plus ABSOLUTE. A smaller one is rounding:
+float32 resolves 1.2e-7, and sums of weighted parts cancel to about 1e-16. Dividing by it would produce full-size advantages."""
 
 Float64 = NDArray[np.float64]
 

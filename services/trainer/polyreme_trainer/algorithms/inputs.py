@@ -1,7 +1,7 @@
 """The inputs of a loss: the trained tokens of one micro-batch in flat arrays, independent of padding and packing.
 
-A sequence is a trajectory. It has only the tokens that the policy sampled and that are trained on, those of all its turns. Micro-batches may
-split an episode, so what is computed per sequence, such as GSPO's ratio, is per trajectory.
+A sequence is a trajectory. It has only the tokens that the policy sampled and that are trained on, those of all its turns.
+Micro-batches may split an episode, so what is computed per sequence, such as GSPO's ratio, is per trajectory.
 
 Invariant: a sequence is never split between micro-batches, so sums over a sequence are complete.
 """

@@ -1,7 +1,7 @@
 """Policy and value losses: one number per trained token, to be minimised, differentiable in the policy's log-probabilities.
 
-r is the probability ratio of the policy to an anchor: the policy before the iteration's first step, or the sampler itself. `aggregation`
-reduces the token losses to one number. `correction` multiplies them by a factor for off-policy tokens.
+r is the probability ratio of the policy to an anchor: the policy before the iteration's first step, or the sampler itself.
+`aggregation` reduces the token losses to one number. `correction` multiplies them by a factor for off-policy tokens.
 
 A further policy loss is a class in `polyreme.config.recipes.recipe`, its formula here, and a line in SURROGATES.
 
@@ -43,11 +43,11 @@ def clip(
 ) -> TokenLoss:
     """`max(-A r, -A clip(r, 1 - low, 1 + high))`: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7.
 
-    Unequal bounds are DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual`, the loss of a token with A < 0 is at
-    most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5. With `ratio="sequence"`, r is that of `sequence_log_ratio`.
+    Unequal bounds are DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual`, `-A dual` bounds the loss
+    for A < 0: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5. For `ratio="sequence"`, r is `sequence_log_ratio`'s.
 
-    `clip_fraction` counts the tokens whose clipped branch is larger, which removes their gradient. `dual_clip_fraction` counts the tokens at
-    the bound of the dual clip.
+    `clip_fraction` counts the tokens whose clipped branch is larger, which removes their gradient. `dual_clip_fraction` counts
+    the tokens at the bound of the dual clip.
     """
     advantages, log_ratio = inputs.advantages, inputs.logprobs - anchor
     r = bounded_exp(sequence_log_ratio(log_ratio, inputs) if ratio == "sequence" else log_ratio)
@@ -63,15 +63,15 @@ def clip(
 def sequence_log_ratio(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
     """The mean log-ratio of each token's sequence, [t], with the gradient of the token's own log-ratio.
 
-    The token form of GSPO, Zheng et al. 2025 (arXiv 2507.18071), equation 14. With one advantage per sequence and seq-mean-token-mean, its
-    gradient is that of the sequence's ratio.
+    The token form of GSPO, Zheng et al. 2025 (arXiv 2507.18071), equation 14. With one advantage per sequence and
+    seq-mean-token-mean, its gradient is that of the sequence's ratio.
     """
     mean = inputs.sequence_mean(log_ratio.detach())[inputs.sequence]
     return mean + log_ratio - log_ratio.detach()
 
 
 def geometric_mean(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenLoss:
-    """`-A exp(mean of clipped log-ratios)`, with the mean over the sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
+    """`-A exp(mean of clipped log-ratios)`, with the mean over a sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
 
     A token's log-ratio is clipped to [-low, high] on the side on which PPO clips: above for A > 0, below for A < 0.
     """
@@ -82,7 +82,7 @@ def geometric_mean(inputs: LossInputs, anchor: Tensor, low: float, high: float) 
 
 
 def cispo(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenLoss:
-    """`-clip(r, 1 - low, 1 + high) A log p`, without gradient through the clip: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
+    """`-clip(r, 1 - low, 1 + high) A log p`, without gradient through `clip`: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
 
     Clipping bounds a token's weight and never removes its gradient.
     """
@@ -93,17 +93,17 @@ def cispo(inputs: LossInputs, anchor: Tensor, low: float, high: float) -> TokenL
 
 
 def sapo(inputs: LossInputs, anchor: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """`-(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347). A soft gate replaces the clip."""
+    """`-(4 / tau) sigmoid(tau (r - 1)) A` instead of a clip, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347)."""
     ratio, advantages = bounded_exp(inputs.logprobs - anchor), inputs.advantages
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     return TokenLoss(-4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages)
 
 
 def tv_mask(inputs: LossInputs, anchor: Tensor, low: float, high: float, cap: float) -> TokenLoss:
-    """`-min(r, cap) A log p` without the tokens that the update would move further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
+    """`-min(r, cap) A log p` without tokens that the update would move further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
 
-    A token is masked when A > 0 and its probability is more than `high` above the sampler's, or when A < 0 and its probability is more than
-    `low` below the sampler's, which is the anchor. r is the ratio to the sampler, without gradient.
+    A token is masked when A > 0 and its probability is more than `high` above the sampler's, or when A < 0 and its probability is
+    more than `low` below the sampler's, which is the anchor. r is the ratio to the sampler, without gradient.
     """
     logprobs, advantages = inputs.logprobs, inputs.advantages
     probability, sampled = torch.exp(logprobs.detach()), torch.exp(anchor)
@@ -120,8 +120,8 @@ def policy_gradient(inputs: LossInputs, anchor: Tensor) -> TokenLoss:
 def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip: float | None) -> TokenLoss:
     """`max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2`, where V_old is V before the iteration's first step.
 
-    OpenAI's PPO has this loss; the clip limits the critic's step as PPO's clip limits the policy's. `value_clip_fraction` counts the tokens
-    whose clipped branch is larger.
+    OpenAI's PPO has this loss; the clip limits the critic's step as PPO's clip limits the policy's. `value_clip_fraction` counts
+    the tokens whose clipped branch is larger.
 
     Args:
         new_values: [t], carries the gradient.
@@ -144,5 +144,4 @@ SURROGATES: Mapping[type[Primitive], Callable[..., TokenLoss]] = {
     TvMask: tv_mask,
     PolicyGradient: policy_gradient,
 }
-"""The function of each policy loss of a recipe. It gets a micro-batch, the log-probabilities under the anchor [t], and the recipe's settings
-by name."""
+"""Each policy loss's function. It gets a micro-batch, the anchor's log-probabilities [t], and the recipe's settings by name."""

@@ -1,7 +1,7 @@
 """Additive metrics: name -> (sum, weight), where the metric's value is sum / weight.
 
-Invariant: `combine` of the parts' metrics equals the metrics of the whole, however it was split. An extreme (`*_max`, `*_min`) is the
-largest or smallest value among the parts instead, and its weight is 1.
+Invariant: `combine` of the parts' metrics equals the metrics of the whole, however it was split. An extreme (`*_max`, `*_min`) is
+the largest or smallest value among the parts instead, and its weight is 1.
 """
 
 from collections.abc import Iterable, Mapping

@@ -13,7 +13,7 @@ from polyreme_trainer.algorithms.metrics import Metrics, mean_of
 
 
 def rows_of_step(rows: int, size: int, step: int, seed: Sequence[int]) -> Int64:
-    """int64 [size], the rows of optimizer step 0, 1, ... of a run. Each pass over all rows has an order drawn from (seed, pass)."""
+    """int64 [size], the rows of optimizer step 0, 1, ... of a run. Each pass over all rows draws its order from (seed, pass)."""
     positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     chosen = np.empty(size, dtype=np.int64)
     for number in np.unique(positions // rows):
@@ -23,7 +23,7 @@ def rows_of_step(rows: int, size: int, step: int, seed: Sequence[int]) -> Int64:
 
 
 def ptx_loss(logprobs: Tensor, tokens: int, coef: float) -> tuple[Tensor, Metrics]:
-    """`coef` times the cross entropy, and its metric `ptx_loss` without `coef`. The sum over micro-batches and ranks is the step's loss.
+    """`coef` times cross entropy, and the metric `ptx_loss` without it. The sum over micro-batches and ranks is the step's loss.
 
     Args:
         logprobs: [k], log-probabilities of a micro-batch's trained tokens at temperature 1.

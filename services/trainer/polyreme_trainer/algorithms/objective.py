@@ -1,7 +1,7 @@
 """The inputs and the result of a stage's loss for one micro-batch.
 
-Invariant: a row is never split between micro-batches, and the divisor of a loss comes from the whole optimizer step. So the sum of its
-values over micro-batches and ranks does not depend on how the step is split.
+Invariant: a row is never split between micro-batches, and the divisor of a loss comes from the whole optimizer step. So the sum
+of its values over micro-batches and ranks does not depend on how the step is split.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class StageInputs(PerSequence):
     """r rows of one or two sequences each, with t output numbers of the model in total.
 
     Attributes:
-        output: [t], log-probabilities of the trained tokens, or with a value head the score of each sequence; carries the gradient.
+        output: [t], log-probabilities of the trained tokens, or with a value head each sequence's score; carries the gradient.
         sequence: int64 [t], the index of each number's sequence within the micro-batch.
         sequences: the number of sequences. Of two sequences in a row, the first is the chosen one.
         columns: name -> float32 [r].

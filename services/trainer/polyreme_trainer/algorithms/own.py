@@ -1,7 +1,7 @@
 """Replaces a recipe's advantages or loss with functions of the user.
 
-Invariant: everything around the two functions comes from the recipe: shaping, KL in the reward, distillation, aggregation and the critic's
-loss. The result of a user's function is checked before it is used.
+Invariant: everything around the two functions comes from the recipe: shaping, KL in the reward, distillation, aggregation and the
+critic's loss. The result of a user's function is checked before it is used.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,10 +25,10 @@ class UserAlgorithm(Algorithm):
 
     Args:
         source: the functions' file or module, for errors.
-        own_advantages: `advantages(batch)`. The batch's scores are shaped. Its `token_rewards` are the process rewards, which are part of
-            the score, minus the KL penalty. Returns numbers [t], or with a critic the pair (advantages [t], returns [t]).
-        own_loss: `loss(inputs)`. Returns a scalar tensor that depends on `inputs.logprobs` and is a sum weighted with `inputs.weight`, and
-            metrics: name -> (sum, weight).
+        own_advantages: `advantages(batch)`. The batch's scores are shaped. Its `token_rewards` are the process rewards, which are
+            part of the score, minus the KL penalty. Returns numbers [t], or with a critic the pair (advantages [t], returns [t]).
+        own_loss: `loss(inputs)`. Returns a scalar tensor that depends on `inputs.logprobs` and is a sum weighted with
+            `inputs.weight`, and metrics: name -> (sum, weight).
     """
 
     source: str
@@ -56,7 +56,7 @@ class UserAlgorithm(Algorithm):
         return sequence_sums(batch.trained & (advantages.weight > 0), batch.offsets) > 0
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """As `Algorithm.loss`. Raises RunFailedError when the user's result is not a finite scalar with a gradient, and metrics."""
+        """As `Algorithm.loss`. Raises RunFailedError unless the user's result is a finite scalar with a gradient, and metrics."""
         if self.own_loss is None:
             return super().loss(inputs)
         result = self.own_loss(inputs)

@@ -2,7 +2,7 @@
 
 A log-ratio is the sum over an answer's tokens of `log p - log p_ref`; c is the better (chosen) answer of a pair, r the worse one.
 
-Invariant: every loss of a pair falls as the chosen answer gains on the rejected one, except where it has reached its target margin (ipo).
+Invariant: every loss of a pair falls as the chosen answer gains on the rejected one, except from its target margin on (ipo).
 """
 
 import torch
@@ -39,7 +39,7 @@ def ipo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def kto(log_ratio: Tensor, good: Tensor, baseline: Tensor | float, beta: float, desirable: float, undesirable: float) -> Tensor:
-    """`w (1 - sigmoid(s beta (l - z)))`, s = 1 for good answers and -1 for bad ones: KTO, Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 8.
+    """`w (1 - sigmoid(s beta (l - z)))`, s = 1 if `good`, else -1: KTO, Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 8.
 
     Args:
         log_ratio: l, [n].
@@ -90,8 +90,8 @@ def log_odds(logprob: Tensor) -> Tensor:
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, tie: Tensor) -> Tensor:
     """`-logsigmoid(c - r - margin)` of scores; for a tie the mean of both orders, without margin.
 
-    Bradley and Terry 1952, as a reward model's loss in Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is that of Llama 2,
-    Touvron et al. 2023 (arXiv 2307.09288), equation 2.
+    Bradley and Terry 1952, as a reward model's loss in Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is that of
+    Llama 2, Touvron et al. 2023 (arXiv 2307.09288), equation 2.
 
     Args:
         chosen, rejected: scores [n].

@@ -13,5 +13,5 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_exp(x: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
-    """`e^x` up to `limit`, and beyond it the tangent at `limit`. Value and derivative are continuous; the derivative is bounded, never 0."""
+    """`e^x` up to `limit`, then the tangent at `limit`. Value and derivative are continuous; the latter is bounded, never 0."""
     return torch.exp(x.clamp(max=limit)) + math.exp(limit) * (x - limit).clamp(min=0)

@@ -62,7 +62,7 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: Int64, seen: Mome
 def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None, std: float = 1.0) -> Rewards:
     """The rewards from shaped scores and a batch's process rewards.
 
-    Process rewards stay at their tokens and remain part of the score. What shaping adds to the score goes to the last trained token.
+    Process rewards stay at their tokens and are part of the score. What shaping adds to the score goes to the last trained token.
 
     Args:
         scores: float64 [n], shaped scores, which include the process rewards.

@@ -1,5 +1,4 @@
-"""The losses of the training service: those of the Tinker API with its names and formulas, and those of the presets, of preferences and of
-critics.
+"""The training service's losses: those of the Tinker API with its names and formulas, and of presets, preferences and critics.
 
 p is the log-probability of a token under the model, q its log-probability when it was sampled, A its advantage, w its weight and
 r = exp(p - q). A padded token has A = 0 or w = 0. For a critic, p is the value of the sequence up to the token.
@@ -21,7 +20,7 @@ Options = Mapping[str, float]
 
 
 ServiceLoss = Callable[[Tensor, Inputs, Options, Tensor], Tensor]
-"""(p [t], inputs [t] each, options, the sequence of each token int64 [t]) -> losses to be minimised and summed; differentiable in p."""
+"""(p [t], inputs [t] each, options, the sequence of each token int64 [t]) -> losses to minimise and sum; differentiable in p."""
 
 
 def cross_entropy(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def importance_sampling(p: Tensor, inputs: Inputs, options: Options, sequence: T
 
 
 def ppo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
-    """-min(r A, clip(r, low, high) A): Schulman et al. 2017 (arXiv 1707.06347), equation 7. The thresholds bound the ratio itself."""
+    """-min(r A, clip(r, low, high) A): Schulman et al. 2017 (arXiv 1707.06347), equation 7. The thresholds bound r itself."""
     ratio, advantages = bounded_exp(p - inputs["logprobs"]), inputs["advantages"]
     return -torch.minimum(ratio * advantages, _clipped(ratio, options) * advantages)
 

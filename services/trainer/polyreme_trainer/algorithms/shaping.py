@@ -36,7 +36,7 @@ def overlong_penalty(lengths: Int64, longest: Int64, buffer: Float64, factor: fl
 def repetition_penalty(ids: Int64, mask: Float32 | Bool, offsets: Int64, ngram: int, factor: float) -> Float64:
     """`-factor` times the fraction of a response's n-grams that are repetitions, float64 [n]; 0 for a response without n-grams.
 
-    Yeo et al. 2025 (arXiv 2502.03373), section 4.3, applied per sequence. N-grams consist of trained tokens; masked ones are skipped.
+    Yeo et al. 2025 (arXiv 2502.03373), section 4.3, per sequence. N-grams consist of trained tokens; masked ones are skipped.
 
     Args:
         ids: int64 [t], the predicted tokens.
@@ -82,8 +82,8 @@ def distillation_advantages(teacher: Float32, student: Float32, mask: Float32, c
     On-policy distillation: the policy gradient of the reverse KL to the teacher with a discount of 0, Agarwal et al. 2023
     (arXiv 2306.13649). Exactly 0 where teacher and student agree.
 
-    The KL is that of the policy which the step moves, also for samples of an older one: their ratio to the sampler corrects which tokens were
-    drawn, not what the policy thinks of them.
+    The KL is that of the policy which the step moves, also for samples of an older one: their ratio to the sampler corrects which
+    tokens were drawn, not what the policy thinks of them.
 
     Args:
         teacher: float32 [t], log-probabilities of the sampled tokens under the teacher.

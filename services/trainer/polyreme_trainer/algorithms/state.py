@@ -20,7 +20,7 @@ class Moments:
     squares: float = 0.0
 
     def update(self, values: NDArray[np.float64]) -> "Moments":
-        """The moments after adding `values` [n]: the parallel form of Chan, Golub and LeVeque 1983 (Am. Stat. 37), stable for any n."""
+        """The moments with `values` [n]: the parallel form of Chan, Golub and LeVeque 1983 (Am. Stat. 37), stable for any n."""
         if len(values) == 0:
             return self
         count, mean = float(len(values)), float(values.mean())

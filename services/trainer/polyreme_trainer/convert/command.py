@@ -1,7 +1,7 @@
 """`polyreme convert`: detects the kind of the source, and writes the other kind.
 
-Invariant: the target appears whole or not at all, and never replaces an existing file or directory. An option that the conversion does not
-use is refused. Every tensor of an adapter changes one weight, or nothing is converted.
+Invariant: the target appears whole or not at all, and never replaces an existing file or directory. An option that the conversion
+does not use is refused. Every tensor of an adapter changes one weight, or nothing is converted.
 """
 
 from collections.abc import Mapping
@@ -255,8 +255,8 @@ def check_layout(arch: Architecture, mesh: Rank, layers: Layers) -> None:
 
 
 def with_adapter(tensors: Mapping[str, Tensor], folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> LazyTensors:
-    """A model's tensors with W + scale B A in place of each W that the adapter of a directory adapts: computed in float32 at access, in the dtype
-    of W. `shapes`: the model's. Raises ConfigError unless the adapter fits."""
+    """A model's tensors with W + scale B A in place of each W that the adapter of a directory adapts: computed in float32 at
+    access, in the dtype of W. `shapes`: the model's. Raises ConfigError unless the adapter fits."""
     adapter = read_adapter(folder)
     for name, (a, b) in adapter.pairs.items():
         if name not in shapes or (b.shape[0], a.shape[1]) != shapes[name] or a.shape[0] != b.shape[1]:

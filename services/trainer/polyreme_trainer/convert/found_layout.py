@@ -1,10 +1,10 @@
 """The layout that the files of a Megatron checkpoint show, and the rank of each file.
 
-The names of the directories, the number of entries, and the numbers and widths of the experts in a file determine the layout. The matrices of
-several experts (`grouped_experts`) show only the product of two numbers, so the number of expert ranks comes from elsewhere.
+The directories' names, the number of entries, and the numbers and widths of a file's experts determine the layout. The matrices
+of several experts (`grouped_experts`) show only the product of two numbers, so the number of expert ranks comes from elsewhere.
 
-Invariant: the files are those of all ranks of one layout, and of no other. Megatron's arguments in the files, and the numbers of ranks that
-the caller gives, do not contradict it.
+Invariant: the files are those of all ranks of one layout, and of no other. Megatron's arguments in the files, and the numbers of
+ranks that the caller gives, do not contradict it.
 """
 
 import argparse
@@ -173,8 +173,7 @@ def _expert_ranks(folder: Path, arch: Architecture, files: Mapping[Numbers, Rank
 
 
 def _experts(folder: Path, arch: Architecture, files: Iterable[RankFile]) -> tuple[int, int]:
-    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do. A rank may have only layers without
-    experts."""
+    """The numbers of expert ranks and of ranks that cut each expert; 0: tensor ranks do. A rank may have no expert layers."""
     down, where = next((found for file in files for found in _one_layer(file)), ([], ""))
     if not down or not arch.experts:
         return 1, 0
@@ -201,7 +200,7 @@ def _one_layer(file: RankFile) -> Iterator[tuple[list[Tensor], str]]:
 
 
 def _coordinates(numbers: Numbers, experts: int) -> Numbers:
-    """The tensor, pipeline and expert rank in a directory's name. Without pipeline or expert ranks, their number may be absent."""
+    """The tensor, pipeline and expert rank in a directory name. Without pipeline or expert ranks, their number may be absent."""
     if len(numbers) == 2 and experts > 1:
         return numbers[0], 0, numbers[1]
     return (*numbers, 0, 0)[:3]

@@ -1,8 +1,8 @@
-"""A rank's experts in two matrices, as megatron-core's GroupedMLP (also MindSpeed's) stores them, and as one matrix for each expert.
+"""A rank's experts in two matrices, as megatron-core's GroupedMLP (also MindSpeed's) stores them, and as one matrix per expert.
 
-`experts.weight1` has the numbers of [experts, hidden, 2 ffn], gate before up, in the shape [hidden, experts x 2 ffn]. `experts.weight2`
-has those of [experts, ffn, hidden], in the shape [experts x ffn, hidden]. So an expert's part is the transpose of its linear layer's weight.
-Here `ffn` is the part of an expert's width that the rank has.
+`experts.weight1` has the numbers of [experts, hidden, 2 ffn], gate before up, in the shape [hidden, experts x 2 ffn].
+`experts.weight2` has those of [experts, ffn, hidden], in the shape [experts x ffn, hidden]. So an expert's part is the transpose
+of its linear layer's weight. Here `ffn` is the part of an expert's width that the rank has.
 
 Invariant: the two forms have the same numbers, and splitting copies none.
 """

@@ -1,7 +1,7 @@
 """Reads and writes a Hugging Face directory: safetensors files with their index, config.json, and the tokenizer's files.
 
-Invariant: a directory is read only if it has exactly the model's tensors. When it is written, only the tensors of one safetensors file are in
-memory at a time, and a file exceeds the size limit only for a single tensor.
+Invariant: a directory is read only if it has exactly the model's tensors. When it is written, only the tensors of one safetensors
+file are in memory at a time, and a file exceeds the size limit only for a single tensor.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A Megatron checkpoint's layout: the ranks that have a file, the names of their directories, and the entries of a file.
 
-A file is named by its tensor, pipeline and expert rank. The first ranks of each stage have all of its weights (`Rank.places`), and each
-of them writes one file. A file has one entry with weights for each virtual stage of its rank, and layers are numbered within the entry.
+A file is named by its tensor, pipeline and expert rank. The first ranks of each stage have all of its weights (`Rank.places`),
+and each writes one file. A file has an entry with weights for each virtual stage of its rank; layers are numbered within it.
 
 Invariant: two ranks with different weights never have the same file. The module is pure.
 """
@@ -64,8 +64,8 @@ def check(arch: Architecture, layout: Rank) -> None:
     if many % few or layout.expert_cut.tp > layout.tp:
         raise ValueError(
             f"{layout.ep} expert ranks with {layout.expert_cut.tp} ranks that cut each expert, and {layout.tp} tensor ranks: "
-            "Megatron's files have no number for the ranks that cut experts, so there are at most as many as tensor ranks, and the "
-            "product of the first two divides the third or is a multiple of it"
+            "Megatron's files have no number for the ranks that cut experts, so there are at most as many as tensor ranks, and "
+            "the product of the first two divides the third or is a multiple of it"
         )
 
 

@@ -1,6 +1,6 @@
 """Converts parameter names between Megatron's layers, and checks names and shapes.
 
-Invariant: within this package, parameters have the names of megatron-core's local layers, as in the mapping table. The module is pure.
+Invariant: in this package, parameters have the names of megatron-core's local layers as in the mapping table. The module is pure.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The parameters of Megatron's files: the mapping table, with a critic's head under Megatron's name.
 
-Invariant: a parameter that is assembled from several tensors has their dtype. Tensors of different dtypes are refused, never converted.
+Invariant: a parameter assembled from several tensors has their dtype. Tensors of different dtypes are refused, never converted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Reads foreign files of torch.save without running code from them.
 
-Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Every other object becomes
-an empty placeholder, and its class is not imported.
+Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Every other
+object becomes an empty placeholder, and its class is not imported.
 """
 
 import argparse
@@ -69,7 +69,7 @@ _PICKLE: object = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _
 
 
 def load(file: Path) -> Any:
-    """The content of a file of torch.save. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
+    """The content of a torch.save file. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
     try:
         if zipfile.is_zipfile(file):
             _check_archive(file)
@@ -79,8 +79,8 @@ def load(file: Path) -> Any:
 
 
 def _check_archive(file: Path) -> None:
-    """Raises ValueError for a TorchScript archive, because torch.load runs the program in it whatever the pickle module is, and for compressed
-    entries, which torch.save never writes: a small one can fill the memory."""
+    """Raises ValueError for a TorchScript archive, because torch.load runs the program in it whatever the pickle module is, and
+    for compressed entries, which torch.save never writes: a small one can fill the memory."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     if any(PurePosixPath(entry.filename).name == "constants.pkl" for entry in entries):

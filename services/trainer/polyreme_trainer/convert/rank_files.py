@@ -1,7 +1,7 @@
 """Reads a Megatron checkpoint in the format `torch`: iter_*/mp_rank_*/model_optim_rng.pt, a file for each model-parallel rank.
 
-Invariant: a directory is read only if it has all ranks of one layout and one model, and if copies that several ranks hold are equal.
-A critic's head is `rm_head`, cut over the tensor ranks along its input.
+Invariant: a directory is read only if it has all ranks of one layout and one model, and if copies that several ranks hold are
+equal. A critic's head is `rm_head`, cut over the tensor ranks along its input.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ def _has_ranks(folder: Path) -> bool:
 
 
 def folder_of_iteration(source: Path, iteration: int | None) -> Path:
-    """The directory of the ranks' files: `source` itself, the requested iteration in it, or the one that the tracker file names."""
+    """The directory of the ranks' files: `source` itself, the requested iteration in it, or the one in the tracker file."""
     if _has_ranks(source):
         return source
     tracker = source / TRACKER

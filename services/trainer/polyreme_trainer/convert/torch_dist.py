@@ -1,7 +1,7 @@
-"""Reads a Megatron checkpoint in the format `torch_dist`: *.distcp files, and .metadata with the positions of each tensor's pieces.
+"""Reads a Megatron checkpoint in the format `torch_dist`: *.distcp files and .metadata with the positions of the tensors' pieces.
 
-Such a checkpoint has whole parameters, as on a single rank, with all layers (and experts) stacked; if only some layers have experts, each layer
-has its own parameters. Except for the padding of the vocabulary, it does not depend on the layout of the run that wrote it.
+Such a checkpoint has whole parameters, as on one rank, with all layers (and experts) stacked; if only some layers have experts,
+each layer has its own. Except for the padding of the vocabulary, it does not depend on the layout of the run that wrote it.
 
 Invariant: a tensor is returned only if the pieces cover all of its numbers.
 """
@@ -115,7 +115,7 @@ class TorchDist(LazyTensors):
 
 
 def stacked(param: str, arch: Architecture) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """For a parameter of a layer, the name of the tensor of all layers (and experts), its place there, and the numbers of layers (and experts).
+    """For a layer's parameter, the name of the tensor of all layers (and experts), its place there, and the number of each.
 
     For another parameter, its own name, and no numbers. Layers of different kinds are not stacked.
     """

@@ -1,7 +1,7 @@
 """Writes a Megatron checkpoint in the format `torch_dist`, as `megatron.core.dist_checkpointing` saves one of a single rank.
 
-torch writes the files. Every layer (and expert) is a separate piece in a tensor of all layers, so a rank that loads the checkpoint reads
-the pieces of its own layers only, in any layout.
+torch writes the files. Every layer (and expert) is a separate piece in a tensor of all layers, so a rank that loads the
+checkpoint reads the pieces of its own layers only, in any layout.
 
 Invariant: one parameter at a time is in memory.
 """
@@ -42,7 +42,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], vocab
 
     Args:
         vocab_multiple: rows of zeros pad the embedding to a multiple of this.
-        engine: name the parameters of a model with experts as Transformer Engine's layers do. Without experts both have these names.
+        engine: name parameters of a model with experts as Transformer Engine's layers do. Without experts both have these names.
 
     Raises:
         ConfigError: a parameter has another dtype in one layer than in the others, or its tensors have different dtypes.
@@ -63,7 +63,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], vocab
 
 
 def _name(arch: Architecture, param: str) -> str:
-    """Transformer Engine's name for a parameter. Only layers without experts have the norm before their MLP in a layer with its first matrix."""
+    """Transformer Engine's name for a parameter. Only layers without experts join the MLP's norm and first matrix in a layer."""
     layer = _LAYER.match(param)
     return experts_engine_name(param) if layer is not None and arch.has_experts(int(layer[1])) else engine_name(param)
 
@@ -84,7 +84,7 @@ class _Parameters(DefaultSavePlanner):
         """Called for every item that is written."""
 
     def items(self, name: Callable[[str], str]) -> list[WriteItem]:
-        """The items to write: a piece for each parameter, and the extra states of linear layers. `name` returns a parameter's name."""
+        """The items to write: a piece per parameter, and the extra states of linear layers. `name` returns a parameter's name."""
         items, dtypes = list[WriteItem](), dict[str, torch.dtype]()
         for param, shape in self._shapes.items():
             key, place, counts = stacked(name(param), self._arch)
@@ -116,6 +116,6 @@ class _Parameters(DefaultSavePlanner):
         return whole.view(write_item.tensor_data.chunk.sizes)
 
     def _dtype(self, param: str) -> torch.dtype:
-        """The dtype of a parameter's tensors; for a parameter without tensors, such as a critic's bias, that of the first tensor."""
+        """The dtype of a parameter's tensors; for one without tensors, such as a critic's bias, that of the first tensor."""
         name = self._slices[param][0].hf_name if self._slices[param] else next(iter(self._tensors))
         return self._tensors[name].dtype

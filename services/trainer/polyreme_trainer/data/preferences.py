@@ -107,8 +107,8 @@ def _whole(template: Template, prompts: Sequence[PromptSource], responses: Seque
 
 
 def _pair(fields: Mapping[str, object], where: str, data: PairData) -> tuple[PromptSource, tuple[Answer, Answer]]:
-    """The prompt and both answers. Answers of several messages are whole conversations, which differ in their last message; then the
-    prompt column may be absent, and otherwise has the same prompt (UltraFeedback)."""
+    """The prompt and both answers. Answers of several messages are whole conversations, which differ in their last message; then
+    the prompt column may be absent, and otherwise has the same prompt (UltraFeedback)."""
     chosen, rejected = (
         structured(column(fields, key, where, setting), f"{key!r} in {where}", data)
         for key, setting in ((data.chosen_key, "data.chosen_key"), (data.rejected_key, "data.rejected_key"))

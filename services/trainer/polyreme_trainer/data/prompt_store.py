@@ -1,7 +1,7 @@
 """A store of encoded prompts that keeps a bounded part in memory.
 
-Invariant: a prompt is read back as it was stored. Beyond `_IN_MEMORY` bytes the prompts are in an unnamed temporary file (TMPDIR) that
-ends with the process.
+Invariant: a prompt is read back as it was stored. Beyond `_IN_MEMORY` bytes the prompts are in an unnamed temporary file (TMPDIR)
+that ends with the process.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Reads data files into prompts for rollouts and examples for supervised training.
 
-Invariant: prompts and examples depend only on the files, the model files and the `data` section, so an index names the same prompt after a
-restart. Every token id has an embedding in the model. Every error names the file and the row.
+Invariant: prompts and examples depend only on the files, the model files and the `data` section, so an index names the same
+prompt after a restart. Every token id has an embedding in the model. Every error names the file and the row.
 """
 
 import json
@@ -80,7 +80,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Example:
-    """A supervised sequence: `ids` int32 [length] is prompt, response and end token; `loss_mask` uint8 [length] is 1 after the prompt."""
+    """A supervised sequence: `ids` int32 [t] is prompt, response and end token; `loss_mask` uint8 [t] is 1 after the prompt."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
@@ -130,8 +130,8 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
     """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are omitted and counted.
 
     Raises:
-        DataError: a row is unusable, a prompt is too long under `overlong: error`, no prompt of a source is usable, or no row has the
-            column that `data.label_key` names.
+        DataError: a row is unusable, a prompt is too long under `overlong: error`, no prompt of a source is usable, or no row has
+            the column that `data.label_key` names.
     """
     store, seen, sizes, labels = PromptStore(), set[int](), list[int](), LabelCount()
     filtered = duplicates = 0
@@ -219,7 +219,7 @@ def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
 
 
 def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Sequence[Source]) -> list[Result]:
-    """Applies `apply` to all rows at once, if there are any. When that fails, finds the first bad row, so that the DataError names it."""
+    """Applies `apply` to all rows at once, if there are any. When that fails, raises a DataError that names the first bad row."""
     try:
         return apply(rows) if rows else []
     except DataError:

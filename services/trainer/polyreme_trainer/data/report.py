@@ -96,7 +96,7 @@ def report_prompts(
     """Reports on the prompts of a run.
 
     Args:
-        declared: the tools, by name, that an episode declares in addition. Lengths are without them, as their limit is. None: no tools.
+        declared: the tools, by name, that an episode also declares. Lengths are without them, as their limit is. None: no tools.
 
     Raises:
         DataError: a row is unusable.

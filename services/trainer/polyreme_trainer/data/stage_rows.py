@@ -1,6 +1,6 @@
 """Rows of a stage as token sequences, in the order of their file.
 
-Invariant: a row keeps all of its sequences or is omitted, and omitted rows are counted. The sequences are on disk, see `token_store`.
+Invariant: a row keeps all its sequences or is omitted; omitted rows are counted. The sequences are on disk, see `token_store`.
 """
 
 from array import array
@@ -59,8 +59,7 @@ class StageRows:
 
 
 def mismatched(rows: StageRows, chosen: Iterable[int], longest: int) -> StageRows:
-    """Pairs the prompt of each row `chosen` with the answer of the row after it (the last prompt with the first answer), cut to `longest`
-    tokens.
+    """Pairs the prompt of each row `chosen` with the next row's answer (the last with the first), cut to `longest` tokens.
 
     From these mismatched pairs, KTO estimates the KL of the policy to the reference.
     """
@@ -127,7 +126,7 @@ def assemble(
 
 
 def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[Answer]) -> list[Example]:
-    """Each prompt with its response as the template formats them. The response and its end token are trained on. Raises DataError."""
+    """Each prompt with its response as the template formats them. The response and end token are trained on. Raises DataError."""
     examples = []
     for ids, start in template.encode_conversations(template.converse(prompts, responses)):
         mask = np.zeros(len(ids), dtype=np.uint8)

@@ -1,6 +1,6 @@
 """Supervised rows of a stage or a warm start: a prompt with its response, or messages of several turns.
 
-Invariant: a row's text is the conversation as the chat template writes it, with one end token after each answer that is trained on.
+Invariant: a row's text is the conversation as the template writes it, with one end token after each answer that is trained on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +70,7 @@ def load_examples(sources: Sources, data: TextConfig, template: Template, max_to
 
 
 def encode_examples(rows: Sequence[Answered | Turns], template: Template, max_tokens: int | None = None) -> list[Example]:
-    """The examples of rows. Raises DataError for a row that is unusable or has more than `max_tokens` tokens (None: any number)."""
+    """The examples of rows. Raises DataError for a row that is unusable or has more than `max_tokens` tokens (None: any)."""
     answered = [row for row in rows if isinstance(row, Answered)]
     turns = [row for row in rows if isinstance(row, Turns)]
     pairs = iter(

@@ -1,10 +1,10 @@
 """Continues a conversation token by token, with nothing but the model's own chat template.
 
-Invariant: tokens that were sampled are never encoded again. What follows an answer depends only on the new messages: templates that drop
-earlier thoughts, strip blanks or write arguments anew cannot change what stands before.
+Invariant: tokens that were sampled are never encoded again. What follows an answer depends only on the new messages: templates
+that drop earlier thoughts, strip blanks or write arguments anew cannot change what stands before.
 
-The rule: a conversation that stands in for the real one is rendered with the new messages behind it. What follows the end token of its last
-answer also follows that of the real one. That all of each new message stands there is tried once for each sequence of roles, with marks as texts.
+The rule: a stand-in for the conversation is rendered with the new messages behind it. What follows its last answer's end token
+also follows that of the real one. That each new message is whole there is tried once per sequence of roles, with marks as texts.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class Tail:
             )
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
-        """int32 [p], read-only: the prompt of a conversation that begins with these messages. Raises DataError when the template refuses them.
+        """int32 [p], read-only: the prompt of a conversation's first messages. Raises DataError when the template refuses them.
 
         All episodes of a task begin with the same ones, so the newest prompts are kept.
         """
@@ -67,8 +67,8 @@ class Tail:
         """int32 [k], what follows a conversation when new messages arrive, up to where the next answer begins.
 
         Args:
-            exact: int32 [t], the conversation's tokens up to the last one that was sampled. An answer that was cut gets its end token.
-            messages: at least one, none of them an answer. The results of the answer's tool calls are the first; their `name` is the tool's.
+            exact: int32 [t], the conversation's tokens up to the last sampled one. An answer that was cut gets its end token.
+            messages: at least one, none an answer. Results of the answer's tool calls are first; their `name` is the tool's.
 
         Raises:
             DataError: the template refuses the messages, leaves one out, or writes it elsewhere.

@@ -1,7 +1,7 @@
 """Converts prompts and conversations to token ids and back, for the whole trainer.
 
-Invariant: the supervised stage and the orchestrator convert equal prompts to equal ids, because both use one `Template`, built from the
-model files in the run's record. This module imports no torch.
+Invariant: the supervised stage and the orchestrator convert equal prompts to equal ids, because both use one `Template`, built
+from the model files in the run's record. This module imports no torch.
 """
 
 import datetime
@@ -45,12 +45,12 @@ class Template:
         unstopped: special tokens, as text, that the chat template writes after an answer but that do not stop a rollout.
         embeddings: the rows of the model's embedding (`vocab_size` in config.json). Every id must be smaller.
         tokens: the embedding rows that the tokenizer needs: its highest id plus 1.
-        digest: 16 hex digits over everything that determines a prompt's ids: tokenizer, template, mode, system message, and the day if the
-            template shows it.
+        digest: 16 hex digits over everything that determines a prompt's ids: tokenizer, template, mode, system message, and the
+            day if the template shows it.
 
     Raises:
-        ConfigError: there is no fast tokenizer, no end token, an end token without an embedding, no chat template, or a chat template
-            that does not open the assistant's turn.
+        ConfigError: there is no fast tokenizer, no end token, an end token without an embedding, no chat template, or a chat
+            template that does not open the assistant's turn.
     """
 
     def __init__(self, files: Mapping[str, bytes], data: TextConfig) -> None:
@@ -116,8 +116,8 @@ class Template:
     def encode_conversations(self, conversations: Sequence[Conversation]) -> list[tuple[np.ndarray, int]]:
         """Each conversation as int32 ids [length], and the position of the response's first token.
 
-        The text is encoded as a whole, so that a response gets the tokens that it has after its prompt. The ids end with one end token.
-        A token that spans the end of the prompt and the start of the response belongs to the response.
+        The text is encoded as a whole, so that a response gets the tokens that it has after its prompt. The ids end with one end
+        token. A token that spans the end of the prompt and the start of the response belongs to the response.
         """
         prompts = self.encode_prompts([each.text[: each.prompt_length] for each in conversations])
         encodings = self._encodings([each.text for each in conversations])
@@ -136,10 +136,10 @@ class Template:
     def encode_turns(self, conversations: Sequence[Chat]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each conversation as int32 ids [length], and a mask uint8 [length] that is 1 for tokens of the assistant's turns.
 
-        A turn's tokens are those that follow the prompt before it, up to its end token. The ids end with the last turn's end token.
+        A turn's tokens follow the prompt before it, up to its end token. The ids end with the last turn's end token.
 
         Raises:
-            DataError: there is no chat template, it refuses the messages, or it formats an earlier answer differently from the last.
+            DataError: there is no chat template, it refuses the messages, or it formats an earlier answer unlike the last.
         """
         if not self.is_chat:
             raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
@@ -148,7 +148,7 @@ class Template:
         return [self._mark_turns(*each) for each in zip(chats, wholes, self._encodings(wholes), strict=True)]
 
     def encode_whole(self, prompts: Sequence[PromptSource], answers: Sequence[Answer]) -> list[np.ndarray]:
-        """Each conversation as int32 ids [length] for a reward model: everything that the chat template writes, also after the end token.
+        """Each conversation as int32 ids [length] for a reward model: all that the template writes, also after the end token.
 
         Under `template: none` it ends with the end token. Raises DataError as `converse`.
         """
@@ -162,8 +162,8 @@ class Template:
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
 
-        A chat template writes the beginning of the model's input itself. A plain text gets the tokens that the tokenizer puts before a
-        text (Llama's <|begin_of_text|>), unless it already begins with them.
+        A chat template writes the beginning of the model's input itself. A plain text gets the tokens that the tokenizer puts
+        before a text (Llama's <|begin_of_text|>), unless it already begins with them.
         """
         return self._with_lead(self.encode(texts))
 
@@ -178,9 +178,8 @@ class Template:
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each id, including special tokens; concatenated, they are the text of `ids`.
 
-        A token that ends inside a character has an empty text, and the token that completes the character has the whole character. If
-        bytes in the middle of `ids` are not valid text, their decoding depends on all following bytes. Then the last token has the whole
-        text.
+        A token that ends inside a character has an empty text, and the one that completes it has the whole character. If bytes
+        within `ids` are not valid text, their decoding depends on all later bytes. Then the last token has the whole text.
         """
         whole, stream = self.decode([ids], special=True)[0], self.text_stream(special=True)
         texts = [stream(each) for each in ids]
@@ -189,7 +188,7 @@ class Template:
         return [*texts[:-1], whole[sum(map(len, texts[:-1])) :]] if texts else []
 
     def text_stream(self, *, special: bool) -> Callable[[int], str]:
-        """A function that gets the ids of a text in turn and returns the text that each one completes, with or without special tokens.
+        """A function that gets a text's ids in turn and returns the text that each one completes, with or without special tokens.
 
         From bytes that are no text on, it returns nothing more.
         """
@@ -317,8 +316,8 @@ class Template:
         return np.array(whole.ids[: whole.special_tokens_mask.index(0)], dtype=np.int32)
 
     def _find_end(self) -> tuple[int, tuple[str, ...]]:
-        """The stop token that the template writes after an answer, otherwise the tokenizer's end token. When the template writes no stop
-        token there, also returns the special tokens that it writes."""
+        """The stop token that the template writes after an answer, otherwise the tokenizer's end token. When the template writes
+        no stop token there, also returns the special tokens that it writes."""
         eos = self._tokenizer.eos_token_id
         default = int(eos) if eos is not None else self.stop_ids[0]
         if not self.is_chat:

@@ -1,7 +1,7 @@
 """Token sequences on disk. Only those in use are in memory.
 
-Invariant: a sequence is read back as it was stored. The sequences are in unnamed temporary files (TMPDIR) that end with the process, 5 bytes
-per token, and are read through a memory map; memory grows by 8 bytes per sequence.
+Invariant: a sequence is read back as it was stored. The sequences are in unnamed temporary files (TMPDIR) that end with the
+process, 5 bytes per token, and are read through a memory map; memory grows by 8 bytes per sequence.
 """
 
 import tempfile

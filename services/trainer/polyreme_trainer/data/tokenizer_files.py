@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a model directory, without truncation and padding. Raises ConfigError when transformers cannot load it."""
+    """A model directory's fast tokenizer, without truncation and padding. Raises ConfigError when transformers cannot load it."""
     with quick_imports():
         from transformers import PreTrainedTokenizerFast  # it takes 1.5 s, and most learner ranks build no template
 
@@ -62,7 +62,7 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, object]:
 
 
 def find_stop_ids(tokenizer: "PreTrainedTokenizerFast", files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
-    """The ids that end a response, ascending: see `Template`. Raises ConfigError when there is none, or one without an embedding."""
+    """Ids that end a response, ascending: see `Template`. Raises ConfigError when there is none, or one without an embedding."""
     generation = _read_json(files, "generation_config.json").get("eos_token_id")
     ids = generation if isinstance(generation, list) else [generation]
     stop = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}

@@ -1,7 +1,7 @@
 """torchrun's agent on one machine of a learner: it starts this machine's ranks and ends when the first of them fails.
 
-Invariant: the agent exits with the exit code of the rank that reported why it failed. It restarts nothing, because a launch that has lost
-a rank has failed on every machine. Its ranks die with it, however it dies: each asks the kernel for a death signal (`learner/__main__`).
+Invariant: the agent exits with the code of the rank that reported why it failed. It restarts nothing: a lost rank fails the
+launch on every machine. Its ranks die with it, however it dies: each asks the kernel for a death signal (`learner/__main__`).
 """
 
 import os
@@ -77,7 +77,7 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
 
 
 def interface_towards(address: str) -> str:
-    """The name of the network interface that leads to `address`. Raises UnavailableError: there is no route within the deadline."""
+    """The name of the network interface towards `address`. Raises UnavailableError: there is no route within the deadline."""
     parts = urlsplit(f"//{address}")
     host, port = str(parts.hostname), int(parts.port or 0)
     deadline = time.monotonic() + _JOIN_SECONDS

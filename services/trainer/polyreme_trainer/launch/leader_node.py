@@ -1,7 +1,7 @@
 """The trainer's machine, node 0: it announces a launch, names its members and reports how it ended.
 
-Invariant: a launch has one member for every other node, and its outcome is one exit status or one error. An exit code that forbids a
-restart takes precedence, whichever machine reports it.
+Invariant: a launch has one member for every other node, and its outcome is one exit status or one error. An exit code that
+forbids a restart takes precedence, whichever machine reports it.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ async def lead(
 
     Raises:
         UnavailableError: a machine did not answer. MachineError: a machine was lost, or its ranks failed.
-        StaleTermError: another process is now the leader. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
+        StaleTermError: another process now leads. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
         killed.
     """
     machines = Machines(run, times)

@@ -1,7 +1,7 @@
 """Sends a run's notices to its receivers.
 
-Invariant: no receiver can stop, fail or delay a run. Each has a queue of at most QUEUE notices, a deadline for each attempt and a limited
-number of attempts. At the run's end, all receivers together have CLOSE_SECONDS.
+Invariant: no receiver can stop, fail or delay a run. Each has a queue of at most QUEUE notices, a deadline for each attempt and a
+limited number of attempts. At the run's end, all receivers together have CLOSE_SECONDS.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Notifier:
         self._queue(self._rules.of_records(records))
 
     async def close(self, end: tuple[RunState, str] | None, seconds: float = CLOSE_SECONDS) -> None:
-        """Queues the notice about the run's end (None: the run's end is not known), sends the remaining notices within `seconds`, and stops."""
+        """Queues the notice about the run's end (None: unknown), sends the remaining notices within `seconds`, and stops."""
         if end is not None:
             self._queue([self._rules.of_end(*end, time.time())])
         with suppress(TimeoutError):

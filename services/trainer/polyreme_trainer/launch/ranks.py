@@ -1,6 +1,6 @@
 """The ranks of a learner on this machine, as programs under torchrun's environment contract.
 
-Invariant: all ranks of one start use one rendezvous port, which is chosen for that start. They are reached through loopback alone.
+Invariant: all ranks of one start use one rendezvous port, chosen for that start. They are reached through loopback alone.
 """
 
 import sys

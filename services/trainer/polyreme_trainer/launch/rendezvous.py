@@ -21,7 +21,7 @@ from polyreme.rundir.input_files import read_model_files
 from polyreme_trainer.launch.trainer_process import rank_environment
 
 AGENT = ("-m", "polyreme_trainer.launch.agent")
-"""Python's arguments for a machine's agent. It takes: rendezvous, launch, node, nodes, ranks per node, and the arguments for a rank."""
+"""Python's arguments for a machine's agent. It takes: rendezvous, launch, node, nodes, ranks per node, and a rank's arguments."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LaunchTimes:
     Attributes:
         notice: after so long a wait a notice names the missing machines.
         files: within which the other machines must see the trainer's file.
-        back: a lease that is missing for longer is lost. It exceeds the renewal interval, since a lease can expire while Redis is paused.
+        back: a lease missing for longer is lost. It exceeds the renewal interval, since a lease can expire while Redis is paused.
         report: for the other machines to report the end of their ranks after this machine's ranks have ended, and vice versa.
     """
 
@@ -93,7 +93,7 @@ def check_launch(lease: Lease, call: Lease) -> None:
 
 
 async def check_files(run: Run, config: RunConfig, launch: str, seconds: float) -> None:
-    """Raises ConfigError unless the run directory and the model are the same here as on the trainer's machine. `seconds`: to see its file."""
+    """Raises ConfigError unless the run directory and model are those of the trainer's machine. `seconds`: to see its file."""
     deadline, proof = time.monotonic() + seconds, proof_of(config, launch)
     while not proof.exists():
         if time.monotonic() > deadline:
@@ -112,8 +112,8 @@ async def check_files(run: Run, config: RunConfig, launch: str, seconds: float) 
 
 
 def proof_of(config: RunConfig, launch: str) -> Path:
-    """The file that the trainer's machine creates for each launch. A machine that sees it shares the run directory. Each launch has a new
-    name, so that no cache can contain it."""
+    """The file that the trainer's machine creates for each launch. A machine that sees it shares the run directory. Each launch
+    has a new name, so that no cache can contain it."""
     return config.run_dir / f".launch-{launch}"
 
 

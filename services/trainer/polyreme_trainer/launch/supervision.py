@@ -1,7 +1,7 @@
 """The supervision of a run or a stage on this machine: its processes, its trackers, its notices, and its end.
 
-Invariant: it is `done` when its processes have ended well, `stopped` when a stop came first, `failed` (with the reason) when a process could not
-be kept running; summary.json has the same state. No process outlives this one.
+Invariant: it is `done` when its processes have ended well, `stopped` when a stop came first, `failed` (with the reason) when a
+process could not be kept running; summary.json has the same state. No process outlives this one.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _STOP_GRACE_SECONDS = 10.0
 DRAIN_SECONDS = 540.0
-"""Time for the current iteration or step and its save after a stop request. Compose and Kubernetes kill a container ten minutes after the
-request; the remaining minute is for processes that do not drain, for the state and for the records."""
+"""Time for the current iteration or step and its save after a stop request. Compose and Kubernetes kill a container ten minutes
+after the request; the remaining minute is for processes that do not drain, for the state and for the records."""
 LEARNER = ("-m", "polyreme_trainer.learner")
 """Python's arguments for a learner rank, of a run or a stage."""
 

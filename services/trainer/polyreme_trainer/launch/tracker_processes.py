@@ -1,7 +1,7 @@
 """Keeps one process running for each tracker of a run.
 
-Invariant: no tracker can stop, fail or delay a run. A tracker that fails or stalls is restarted with backoff, at most ATTEMPTS times in a
-row. Every failure is counted, and the first one is also a notice. At the run's end, all trackers together have CLOSE_SECONDS.
+Invariant: no tracker can stop, fail or delay a run. One that fails or stalls is restarted with backoff, at most ATTEMPTS times in
+a row. Every failure is counted; the first is also a notice. At a run's end, all trackers together have CLOSE_SECONDS.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class TrackerProcess:
         return self._child is None or self._child.poll() is not None
 
     async def keep(self) -> None:
-        """Runs the process and restarts it after each failure. Returns after ATTEMPTS failures in a row; cancel it to end earlier."""
+        """Runs the process, and again after each failure. Returns after ATTEMPTS failures in a row; cancel it to end earlier."""
         attempt = 0
         while attempt < ATTEMPTS:
             attempt += 1
@@ -119,7 +119,7 @@ class TrackerProcess:
                 return
 
     async def _report(self, reason: str = "") -> None:
-        """Counts a failure, and emits a notice for the first. Without a reason, the notice has the end of the process's output."""
+        """Counts a failure, and emits a notice for the first. Without a reason, it has the end of the process's output."""
         self.failures += 1
         text = reason or (self._child.log_tail(1) if self._child else "")
         if self.failures == 1:

@@ -1,9 +1,9 @@
 """The trainer of one run on this host: its processes, its records, and the run's state from how its processes end.
 
-Invariant: the run is `done` when every child exited with status 0, `stopped` when a stop came before the last iteration, `failed` (with the
-reason) when a child could not be kept running, and unchanged when another trainer has taken it over. summary.json has the same state. All learner
-ranks restart together, from the last checkpoint; an orchestrator restarts alone. Ranks of one machine are started here; `leader_node`
-starts those of several.
+Invariant: the run is `done` when every child exited with status 0, `stopped` when a stop came before the last iteration, `failed`
+(with the reason) when a child could not be kept running, and unchanged when another trainer has taken it over. summary.json has
+the same state. All learner ranks restart together, from the last checkpoint; an orchestrator restarts alone. Ranks of one machine
+are started here; `leader_node` starts those of several.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 _STATE_POLL_SECONDS = 1.0
 _REPLICAS_POLL_SECONDS = 2.0
 _RECORDS_INTERVAL = 0.5
-"""Seconds between two reads of the records: those of one iteration arrive one by one, and each read that finds one writes a summary."""
+"""Seconds between two reads of the records: an iteration's arrive one by one, and each read that finds one writes a summary."""
 _RECORDS_RETRY_SECONDS = 5.0
 _INCOMPARABLE = (
-    "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of this start; "
-    "found others. Fix: to keep the earlier results, resume with the earlier data.eval, eval_sets and eval_best."
+    "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of "
+    "this start; found others. Fix: to keep the earlier results, resume with the earlier data.eval, eval_sets and eval_best."
 )
 RECORDS_KEPT = 2000
 """At least this many records stay in Redis after they are on disk, because live views read them there; at most twice as many."""
@@ -201,8 +201,7 @@ class Trainer(Supervision):
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """The endpoint at which the learner's other machines reach this one. Without a host: this machine's address towards Redis; port 0: a
-    free one."""
+    """The endpoint for the learner's other machines. Without a host: this machine's address towards Redis; port 0: a free one."""
 
     host: str | None = None
     port: int = 0
@@ -225,8 +224,8 @@ def trainer_processes(
     learner_arguments: Sequence[str] = LEARNER,
     rendezvous: RendezvousAddress = RendezvousAddress(),
 ) -> list[ProcessSet]:
-    """The orchestrators and the learner. On one machine the learner is its ranks, with torchrun's environment; on several it is the process
-    that leads a launch."""
+    """The orchestrators and the learner. On one machine the learner is its ranks, with torchrun's environment; on several it is
+    the process that leads a launch."""
     shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
 
     def orchestrator(number: int) -> list[ProcessSpec]:

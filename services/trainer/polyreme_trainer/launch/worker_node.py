@@ -1,7 +1,7 @@
 """Another machine of the learner: it answers each launch of the trainer's machine and runs its share of the ranks.
 
-Invariant: ranks run here only while their launch is the newest one and names this machine. When the launch ends, they end. No shared
-memory of theirs outlives this process, and a killed predecessor's is removed at the start.
+Invariant: ranks run here only while their launch is the newest one and names this machine. When the launch ends, they end. No
+shared memory of theirs outlives this process, and a killed predecessor's is removed at the start.
 """
 
 import asyncio

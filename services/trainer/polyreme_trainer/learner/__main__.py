@@ -1,8 +1,8 @@
-"""One rank of the learner of a run or a stage, with torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""One rank of the learner of a run or stage, with torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-POLYREME_REDIS and POLYREME_RUN name a run; its record has everything else. POLYREME_RUN_DIR names the run directory of a stage, with its
-config.yaml and run.json. A rank that torchrun's agent started dies with the agent. SIGTERM asks a stage to save and to end: the ranks agree
-on it between two steps, so no rank ends alone.
+POLYREME_REDIS and POLYREME_RUN name a run; its record has everything else. POLYREME_RUN_DIR names the run directory of a stage,
+with its config.yaml and run.json. A rank that torchrun's agent started dies with the agent. SIGTERM asks a stage to save and to
+end: the ranks agree on it between two steps, so no rank ends alone.
 """
 
 import asyncio

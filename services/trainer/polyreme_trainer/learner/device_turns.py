@@ -1,8 +1,7 @@
 """The learner's turns on devices that it shares with the replicas, see polyreme.experience.device_lease.
 
-Invariant: all ranks hold the devices, or none does. Rank 0's thread renews the grant while the ranks compute; a grant that has ended is
-reported at the next call, before anything that was trained without it is published. With a placement on separate devices every call
-returns at once.
+Invariant: all ranks hold the devices, or none does. Rank 0's thread renews the grant while the ranks compute; an ended grant is
+reported at the next call, before anything trained without it is published. With separate devices every call returns at once.
 """
 
 import asyncio
@@ -66,8 +65,7 @@ class LearnerTurns:
     def close(self) -> None:
         """Ends rank 0's thread. Not collective. Idempotent.
 
-        Devices that the ranks still hold are not released, because this learner still occupies their memory. The grant ends at its
-        deadline.
+        Devices that ranks still hold are not released, since this learner still has their memory. A grant ends at its deadline.
         """
         if self._thread is not None:
             self._thread.close(give_up=not self.held)

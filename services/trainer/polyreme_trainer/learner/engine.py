@@ -1,7 +1,7 @@
-"""The protocols of a training engine: what every program uses, and what the control loop of a run and the loop of a stage add to it.
+"""The protocols of a training engine: what every program uses, and what a run's control loop and a stage's loop add to it.
 
-Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them. This module
-imports no torch. The megatron engine and the simulated engine implement the protocols.
+Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them. This
+module imports no torch. The megatron engine and the simulated engine implement the protocols.
 """
 
 from collections.abc import Mapping, Sequence
@@ -126,8 +126,8 @@ class RowsLoss:
 
 
 class StepEngine(Protocol):
-    """Models by the names of their roles, and what an optimizer step needs: one or more calls of `forward_backward`, whose gradients add up,
-    and then one of `optim_step`. Log-probabilities of rows are those at temperature 1."""
+    """Models by the names of their roles, and what an optimizer step needs: one or more calls of `forward_backward`, whose
+    gradients add up, and then one of `optim_step`. Log-probabilities of rows are those at temperature 1."""
 
     def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""
@@ -154,13 +154,13 @@ class Engine(StepEngine, Protocol):
         """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
 
     def forward(self, role: str, rows: StageRows) -> NDArray[np.float32]:
-        """The model's number for each token that follows another one, 0 where it is not trained on: float32 [t], sequence by sequence."""
+        """The model's number for each token after the first, 0 where it is not trained on: float32 [t], sequence by sequence."""
 
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         """The metrics of a loss on rows, without a gradient. For `means`."""
 
     def finish_save(self, wait: bool) -> Saved | None:
-        """Returns a checkpoint once it is complete on all ranks; each is returned once. None while it is incomplete, or when there is none.
+        """Returns each checkpoint once, when it is complete on all ranks. None while it is incomplete, or when there is none.
 
         Args:
             wait: return only when nothing is being written.
@@ -188,7 +188,7 @@ class StageEngine(Engine, Protocol):
 
         Args:
             facts: JSON values; rank 0's are stored.
-            hf_path: the Hugging Face directory in which the model is written before the checkpoint, with the file `STEP`; None: none.
+            hf_path: the Hugging Face directory that is written before the checkpoint, with the file `STEP`; None: none.
         """
 
     def export(self, path: Path) -> Sequence[Gate]:
@@ -227,7 +227,7 @@ class TrainEngine(Engine, Protocol):
         """Takes the rows of `algorithm.ptx`. Every later step of the actor mixes some of them in."""
 
     def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
-        """Starts to write a checkpoint between two supervised steps; `step` counts the completed steps of all phases. As `save`."""
+        """Starts to write a checkpoint between supervised steps; `step` counts the completed steps of all phases. As `save`."""
 
     def load_warm_start(self) -> Mapping[str, int] | None:
         """Restores the newest intact checkpoint of a warm start. Returns its facts; None without one."""
@@ -247,7 +247,7 @@ class TrainEngine(Engine, Protocol):
         """Writes the actor's weights into a free arena slot as `version`."""
 
     def save(self, written: Written, version: int, facts: CheckpointFacts) -> None:
-        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
+        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest written. `facts`: JSON values."""
 
     def hf_path(self, version: int) -> Path:
         """The path of the Hugging Face directory of `version`."""
@@ -263,7 +263,7 @@ class TrainEngine(Engine, Protocol):
         """Whether replicas must answer before training begins."""
 
     def leave_device(self) -> DeviceUse:
-        """Moves weights, moments and idle roles to the host's memory, and drops gradients. The next call must be `return_to_device`."""
+        """Moves weights, moments and idle roles to host memory, and drops gradients. The next call must be `return_to_device`."""
 
     def return_to_device(self) -> None:
         """Moves everything that `leave_device` moved back to the device."""

@@ -1,8 +1,8 @@
 """Gates: before training begins, the learner, the Hugging Face model and the replicas must be the same policy.
 
-Invariant: each gate is one number with a limit, and a run does not train after a failed gate; GateError has both numbers. A replica that
-does not answer neither passes nor fails: ReplicaLostError. This module queries the replicas and checks the limits; the engine computes the
-numbers.
+Invariant: each gate is one number with a limit, and a run does not train after a failed gate; GateError has both numbers. A
+replica that does not answer neither passes nor fails: ReplicaLostError. This module queries the replicas and checks the limits;
+the engine computes the numbers.
 """
 
 import asyncio

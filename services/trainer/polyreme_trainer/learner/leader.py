@@ -1,8 +1,8 @@
 """Keeps the learner's ranks in step: every rank runs the same code, and rank 0 broadcasts the data that only it has.
 
-Invariant: no collective times out while rank 0 waits, because rank 0 sends a heartbeat every few seconds. When rank 0 fails, every other
-rank raises LeaderError instead of waiting. Only rank 0 communicates with Redis and replicas. This module imports no torch: the engine
-provides the channel between the ranks.
+Invariant: no collective times out while rank 0 waits, because rank 0 sends a heartbeat every few seconds. When rank 0 fails,
+every other rank raises LeaderError instead of waiting. Only rank 0 communicates with Redis and replicas. This module imports no
+torch: the engine provides the channel between the ranks.
 """
 
 import asyncio
@@ -115,8 +115,8 @@ class Ranks:
 
     @asynccontextmanager
     async def telling(self) -> AsyncIterator[None]:
-        """On rank 0, a block that calls `tell`, in the thread of its event loop. The others get heartbeats between the calls, and hear of the
-        block's error. When another rank has died, the next `tell` raises RuntimeError."""
+        """On rank 0, a block that calls `tell`, in the thread of its event loop. The others get heartbeats between the calls, and
+        hear of the block's error. When another rank has died, the next `tell` raises RuntimeError."""
         async with running(self._beat()):
             try:
                 yield

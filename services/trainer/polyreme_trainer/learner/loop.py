@@ -1,6 +1,6 @@
 """The learner's control loop: iteration i trains on plan i with policy version i - 1, and pushes version i to the replicas.
 
-Invariant: a version is in the arena before it is in the log, and in the log before it is pushed, so a crash at any point repeats work and
+Invariant: a version is in the arena before it is in the log, and in the log before it is pushed, so any crash repeats work and
 loses none. Every rank runs this file line by line; `Ranks` carries what only rank 0 knows or does. This module imports no torch.
 """
 
@@ -270,7 +270,7 @@ class Learner:
         self.ranks.on_leader(partial(self.release, saved, stall_seconds))
 
     async def release(self, saved: Saved, stall_seconds: float) -> None:
-        """Deletes from the log the groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
+        """Deletes from the log groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
         await self.client.experience.release(min(saved.oldest, await self.client.run.recorded()))
         record = CheckpointSaved(
             iteration=saved.number,

@@ -123,7 +123,7 @@ class RunClient:
             await self.run.set_state(RunState.RUNNING)
 
     async def committed(self, publisher: Publisher, version: int, config: RunConfig) -> list[Commit]:
-        """Waits for replicas that serve `version` and returns their commits: all of the run's replicas at its start, later at least one.
+        """Waits for replicas that serve `version` and returns their commits: all of the run's at its start, later at least one.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
@@ -136,10 +136,10 @@ class RunClient:
         return await self.watch(wait, f"replicas at version {version}")
 
     async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
-        """Greedy and sampled answers to a few training prompts from the replicas that serve `version`. Waits for them as `committed`.
+        """Greedy and sampled answers to a few training prompts from replicas that serve `version`. Waits for them as `committed`.
 
-        Replicas that are lost during the call, or join later, are skipped. When all are lost, their successors are queried. The deadline of
-        the whole call is that of `committed`.
+        Replicas that are lost during the call, or join later, are skipped. When all are lost, their successors are queried. The
+        deadline of the whole call is that of `committed`.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
@@ -179,8 +179,8 @@ class RunClient:
     async def _answers(
         self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
     ) -> tuple[Answers, Answers] | None:
-        """One replica's answers; None when it is lost first, and then `lost` has the reason. Its lease is checked during the call, since the
-        lease of a dead replica expires before the call times out."""
+        """One replica's answers; None when it is lost first, and then `lost` has the reason. Its lease is checked during the
+        call, since the lease of a dead replica expires before the call times out."""
 
         async def check() -> None:
             if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
@@ -226,7 +226,7 @@ def _spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def reports_to_run(redis_url: str, run_id: str, interval: float = REPORT_SECONDS) -> LoadReports:
-    """`LoadReports` whose records go to a run, each by a connection of its own: the learner connects to the run only after its models exist."""
+    """`LoadReports` whose records go to a run, each by its own connection: the learner connects only after its models exist."""
     return reports_to(lambda record: asyncio.run(_emit(redis_url, run_id, record)), interval)
 
 

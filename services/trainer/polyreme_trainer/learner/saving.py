@@ -1,7 +1,7 @@
 """The saves of a training loop: when each starts, and the report of each once it is complete. The engine writes them.
 
-Invariant: a save starts only after the previous one has been reported, so at most one is being written and none is forgotten. This module
-imports no torch.
+Invariant: a save starts only after the previous one has been reported, so at most one is being written and none is forgotten.
+This module imports no torch.
 """
 
 import time
@@ -13,7 +13,7 @@ from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 
 Report = Callable[[Saved, float], None]
-"""Takes a completed save and the seconds for which it stalled training: the wait for the previous save, and the copy of the state."""
+"""Takes a completed save and the seconds that it stalled training: the wait for the previous save, and the copy of the state."""
 
 
 class Saving:
@@ -41,16 +41,16 @@ class Saving:
         self._stall = time.perf_counter() - began
 
     def finish(self, wait: bool) -> None:
-        """Reports the running save if it has completed. With `wait`, waits until no save is running. Raises the error of a save."""
+        """Reports the running save if it has completed. With `wait`, waits until no save is running. Raises a save's error."""
         if (saved := self._finish(wait)) is not None:
             self._runs, self._newest = False, self._clock()
             self._report(saved, self._stall)
 
     def is_late(self, seconds: float) -> bool:
-        """Whether `seconds` (0: never) have passed since the newest save was complete, or since the loop was created before the first.
+        """Whether `seconds` (0: never) passed since the newest save was complete, or since the loop was created before the first.
 
-        A running save is not late, so a save that takes longer than the interval is not followed by another one at once. Clocks differ
-        between ranks: rank 0's answer counts.
+        A running save is not late, so a save that takes longer than the interval is not followed by another one at once. Clocks
+        differ between ranks: rank 0's answer counts.
         """
         return seconds > 0 and not self._runs and self._clock() - self._newest >= seconds
 

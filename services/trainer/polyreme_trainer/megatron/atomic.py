@@ -1,7 +1,7 @@
 """Atomic directories.
 
-Invariant: a directory appears complete or not at all, even across a crash or a power failure. Every writer builds its own temporary
-directory. The next writer of the same path removes that of an earlier one, which then fails, so no directory has the files of two writers.
+Invariant: a directory appears complete or not at all, even across a crash or power failure. Every writer builds its own temporary
+directory. A path's next writer removes an earlier one's, which then fails, so no directory has files of two writers.
 """
 
 import contextlib
@@ -55,15 +55,15 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def discard_unfinished(folder: Path, names: str) -> None:
-    """Removes what interrupted writers of directories in `folder` have left behind. `names`: a glob pattern of the directories' names."""
+    """Removes what interrupted writers of directories in `folder` left. `names`: a glob pattern of the directories' names."""
     for pattern in (f".{names}.*.new", f".{names}.old"):
         for path in folder.glob(pattern):
             discard(path)
 
 
 def discard(path: Path) -> None:
-    """Removes a directory tree, a file or a link, if it exists. What cannot be removed, as a file on NFS that is open elsewhere, is logged and
-    stays: nothing new depends on its end."""
+    """Removes a directory tree, a file or a link, if it exists. What cannot be removed, as a file on NFS that is open elsewhere,
+    is logged and stays: nothing new depends on its end."""
     is_tree = path.is_dir() and not path.is_symlink()
     if is_tree:
         shutil.rmtree(path, ignore_errors=True)  # a file that stays does not keep the others

@@ -1,8 +1,8 @@
 """The differences between cpu, cuda and npu, except for the kernels, which are in the two model specs.
 
-Invariant: only this module, `build`, which picks the spec, and `optimizer` depend on the kind of device. On CPU, megatron-core needs
-`Device.megatron()` while objects are built, because it requests CUDA tensors by name. Training steps run without it, because it slows every
-call of torch.
+Invariant: only this module, `build`, which picks the spec, and `optimizer` depend on the kind of device. On CPU, megatron-core
+needs `Device.megatron()` while objects are built, because it requests CUDA tensors by name. Training steps run without it,
+because it slows every call of torch.
 """
 
 import contextlib
@@ -91,8 +91,7 @@ class Device:
         return int(total)
 
     def free_cached(self) -> int:
-        """Frees the unused memory of torch's allocator. Returns the peak use since the last call, in bytes; on CPU, the peak of the process
-        since its start."""
+        """Frees torch's unused memory. Returns the peak use since the last call, in bytes; on CPU, since the process began."""
         if self.kind == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.synchronize()
@@ -102,8 +101,8 @@ class Device:
         return peak
 
     def megatron(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the whole
-        process."""
+        """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the
+        whole process."""
         return CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 

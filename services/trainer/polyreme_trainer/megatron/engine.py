@@ -1,7 +1,7 @@
 """One rank's models on megatron-core, and the operations that every program uses, see `learner.engine.Engine`.
 
-Invariant: every result is the same on all ranks, except where the protocol returns it on rank 0 only. The result of a step depends only on its
-rows, their order and the weights: ranks and micro-batches change it only by rounding.
+Invariant: every result is the same on all ranks, except where the protocol returns it on rank 0 only. The result of a step
+depends only on its rows, their order and the weights: ranks and micro-batches change it only by rounding.
 """
 
 from collections.abc import Mapping, Sequence

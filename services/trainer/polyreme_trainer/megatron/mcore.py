@@ -1,7 +1,7 @@
 """The imports of megatron-core.
 
-Invariant: no other module imports megatron, so one place controls the cost and the output of the import: no warnings about missing CUDA
-packages, no compiler where nothing is compiled, no tracker.
+Invariant: no other module imports megatron, so one place controls the cost and the output of the import: no warnings about
+missing CUDA packages, no compiler where nothing is compiled, no tracker.
 """
 # ruff: noqa: F401 - the other modules import these names from here
 
@@ -23,8 +23,8 @@ def _uncompiled(function: Callable[..., object] | None = None, **_: object) -> C
 
 @contextmanager
 def _light_import() -> Iterator[None]:
-    """megatron-core compiles its fused functions when it is imported, and imports wandb where that is installed. Without CUDA no fused
-    function is called, and trackers run in separate processes. Without both, each rank's start takes 3 seconds of CPU time less.
+    """megatron-core compiles its fused functions when it is imported, and imports wandb where that is installed. Without CUDA no
+    fused function is called, and trackers run in separate processes. Without both, each rank's start takes 3 CPU seconds less.
     """
     compiler, wandb = torch.compile, sys.modules.get("wandb")
     sys.modules["wandb"] = None  # type: ignore[assignment]  # Python's own mark of a module that cannot be imported

@@ -1,9 +1,9 @@
 """MindSpeed's adaptor: Ascend's package that replaces functions of torch and megatron-core by ones for NPUs when it is imported.
 
-A release of MindSpeed is made for one release of megatron-core, whose number is its version: the branch core_r0.16.0 is version 0.16.0.
+A MindSpeed release is made for one release of megatron-core, whose number is its version: branch core_r0.16.0 is version 0.16.0.
 
-Invariant: the adaptor is imported only for device npu, before megatron-core, and only if it is made for the installed megatron-core. Another
-one would put functions of other versions in place of those that sum gradients and step the optimizer, without an error.
+Invariant: the adaptor is imported only for device npu, before megatron-core, and only if made for the installed megatron-core.
+Another would silently put functions of other versions in place of those that sum gradients and step the optimizer.
 """
 
 import importlib
@@ -21,8 +21,8 @@ DEVICE = "POLYREME_DEVICE"
 """The environment variable with a rank's kind of device. A rank imports megatron-core before it reads its configuration."""
 _PACKAGE, _MODULE = "mindspeed", "megatron_adaptor"
 _ARGUMENTS = ("--optimization-level", "0", "--optimizer-selection", "fused_torch_adamw")
-"""The adaptor reads `sys.argv`. Level 0 is the smallest set of replacements: attention, norms and rotary embeddings have kernels in our own
-spec. Checkpoints hold the state of torch's AdamW, but by default the adaptor chooses another."""
+"""The adaptor reads `sys.argv`. Level 0 is the smallest set of replacements: attention, norms and rotary embeddings have kernels
+in our own spec. Checkpoints hold the state of torch's AdamW, but by default the adaptor chooses another."""
 
 
 @dataclass(frozen=True)

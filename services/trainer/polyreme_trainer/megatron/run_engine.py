@@ -122,11 +122,11 @@ class RunEngine(MegatronEngine):
         return self.saves.hf_path(version)
 
     def supervised_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """The actor's log-probabilities of a micro-batch of supervised rows, fp32 [k], at temperature 1: no policy sampled them."""
+        """The actor's log-probabilities of a supervised micro-batch, fp32 [k], at temperature 1: no policy sampled it."""
         return self.policy.logprobs(batch.ids, batch.targets)
 
     def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
-        """The actor's log-probabilities and entropies for a micro-batch's trained tokens, at the sampling temperature: fp32 [2, k], in nats."""
+        """The actor's log-probabilities and entropies of the trained tokens, at sampling temperature: fp32 [2, k], in nats."""
         return self.policy.logprobs_and_entropies(batch.ids, batch.targets, self.temperature)
 
     def load(self) -> int | None:
@@ -188,8 +188,8 @@ class RunEngine(MegatronEngine):
         return role
 
     def make_reference(self, path: Path) -> None:
-        """Creates the reference role from the Hugging Face directory of version 0. When `shares_reference` is set, version 0 is the actor
-        without its adapters, so the role uses the actor's memory and reads nothing."""
+        """Creates the reference role from the Hugging Face directory of version 0. When `shares_reference` is set, version 0 is
+        the actor without its adapters, so the role uses the actor's memory and reads nothing."""
         if self.config.shares_reference:
             self.reference = self.add_base("reference", self.actor)
             return

@@ -113,7 +113,7 @@ class MegatronStageEngine(MegatronEngine):
         return isinstance(self.model.model, Critic)
 
     def classifier_pad(self) -> int | None:
-        """The padding token for config.json. transformers scores a sequence at its last token that is not padding, so no stop token is chosen."""
+        """The padding token for config.json. transformers scores a sequence at its last other token, so it is no stop token."""
         pad = json.loads(self.files["config.json"]).get("pad_token_id")
         return None if pad in self.stop_ids else pad
 

@@ -1,11 +1,11 @@
 """The memory of one optimizer step on top of the models' state: saved activations, logits, and the largest temporaries.
 
-A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with hidden
-size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of attention and MLP,
-sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022, section 4, without the score
-matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one another, and saves queries, keys, values and
-output of the padding too. A sliding window w has a mask [w, w], once for all layers, and its layers save the keys and values before each w queries
-as well.
+A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with
+hidden size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of
+attention and MLP, sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022,
+section 4, without the score matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one
+another, and saves queries, keys, values and output of the padding too. A sliding window w has a mask [w, w], once for all layers,
+and its layers save the keys and values before each w queries as well.
 
 Invariant: the estimate is that of a full micro-batch. For padding, the lengths of its sequences count as evenly spread.
 """
@@ -37,7 +37,7 @@ class MicroBatchSize:
         tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
-        on_cpu: whether an MLP keeps the output of its activation, which accelerators compute again, and logits come in CPU's smaller blocks.
+        on_cpu: whether an MLP keeps its activation's output, which accelerators recompute, and logits come in smaller blocks.
         recompute: the activations that the backward pass computes again.
         padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
@@ -71,7 +71,7 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
 
 
 def _kinds(arch: Architecture, sharding: Sharding) -> list[tuple[float, Architecture]]:
-    """The layers of one virtual stage, on average over those of the rank: the number of each kind, and a model that has only this kind."""
+    """The layers of one virtual stage, on average over the rank's: the number of each kind, and a model of only this kind."""
     every = layers_of(arch, sharding.rank)
     dense = sum(not arch.has_experts(layer) for layer in every) if arch.experts else 0
     kinds = [(len(every) - dense, arch), (dense, replace(arch, experts=0, top_k=0))]
@@ -159,13 +159,16 @@ def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: in
         mask, each = arch.window**2 * (model.width + 1), model.width * 2 * arch.keys // sharding.rank.tp
         sliding = sum(arch.sliding[layer] for layer in layers_of(arch, sharding.rank))
         kept = 1 if batch.recompute == "full" else sliding * sharding.micro_batches
-        arithmetic = f"{arch.window:,} x {arch.window:,} x ({model.width} + 1) bytes + {batch.tokens:,} tokens x {kept} layers x {each:,} bytes"
+        arithmetic = (
+            f"{arch.window:,} x {arch.window:,} x ({model.width} + 1) bytes + "
+            f"{batch.tokens:,} tokens x {kept} layers x {each:,} bytes"
+        )
         terms.append(Addend(f"{model.role} attention window", mask + batch.tokens * kept * each, arithmetic))
     return terms
 
 
 def _table(model: Model, sharding: Sharding) -> int:
-    """Bytes of the gradient of one rank's part of the embedding, or of the output layer; 0 with adapters, because both are frozen."""
+    """Bytes of the gradient of one rank's part of the embedding, or the output layer; 0 with adapters, since both are frozen."""
     if model.adapter is not None:
         return 0
     return padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp * model.arch.hidden * model.width
@@ -194,5 +197,8 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     logits, states = batch.trained * block * logit, (batch.tokens + batch.trained) * hidden * width
     of_weights = block * width if model.adapter is None else 0
     parts = (of_weights + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
-    arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {logit} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
+    arithmetic = (
+        f"{batch.trained:,} tokens x {block:,} columns x {logit} bytes, "
+        f"gradients of {table + parts:,}, final hidden states {states:,}"
+    )
     return Addend(f"{model.role} logits", logits + table + parts + states, arithmetic)

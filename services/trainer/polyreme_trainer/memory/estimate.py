@@ -1,10 +1,10 @@
 """The memory of a learner rank as a sum of named terms, and the memory of a policy's versions outside the ranks.
 
-Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the interpreter, not the
-device's context, and not the buffers of collectives.
+Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the
+interpreter, not the device's context, and not the buffers of collectives.
 
-With offload, gradients exist only during their model's steps. An optimizer step has its own peak: the activations have been freed, and a part
-of the moments and full-precision weights is on the device. So has a copy of the actor's weights into another model, because both are there.
+With offload, gradients exist only in their model's steps. An optimizer step has its own peak: without activations, with part of
+the moments and full-precision weights on the device. So has copying the actor's weights into another model: both are there.
 """
 
 from collections.abc import Collection, Sequence
@@ -98,8 +98,8 @@ def moments(
         models: the actor first.
 
     Returns:
-        By name: "ROLE", the micro-batches of a trained model; "ROLE optimizer step", if that moves state; "ROLE copy", when a model takes the
-        actor's weights.
+        By name: "ROLE", the micro-batches of a trained model; "ROLE optimizer step", if that moves state; "ROLE copy", when a
+        model takes the actor's weights.
     """
     offload = offload or OffloadConfig()
     states = [state_of(model, sharding) for model in models]
@@ -151,7 +151,7 @@ def arena_term(parameters: int, dtype: str) -> Addend:
 def delta_term(parameters: int, dtype: str) -> Addend:
     """The deltas that a machine keeps of its part of the policy's versions. parameters: those of the part.
 
-    Older ones are discarded beyond this size. The memory in which a delta is computed or combined comes in addition, for a short time.
+    Older ones are discarded beyond this size. The memory in which a delta is computed or combined is added for a short time.
     """
     width = WIDTHS[dtype]
     return Addend(

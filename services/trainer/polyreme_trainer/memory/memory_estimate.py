@@ -24,8 +24,8 @@ from polyreme_trainer.stages.table import TABLE
 logger = logging.getLogger(__name__)
 
 _SMALLER = (
-    "Set trainer.offload, trainer.recompute or trainer.lora, use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an"
-    " algorithm with fewer models, a smaller model, or larger devices."
+    "Set trainer.offload, trainer.recompute or trainer.lora, use more tensor ranks or stages (trainer.parallel), a smaller "
+    "trainer.micro_batch_tokens, model.dtype: bfloat16, an algorithm with fewer models, a smaller model, or larger devices."
 )
 
 
@@ -39,7 +39,7 @@ class MachineMemory:
         arena: shared memory of its part of the policy's versions; None if it has no part. A stage publishes no versions.
         checkpoint: host memory while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
-        asleep: the weights of replicas, which are in the host's memory while the learner has the devices; None if they are dropped.
+        asleep: the weights of replicas, in the host's memory while the learner has the devices; None if they are dropped.
         deltas: those of its part of the versions; None if versions are sent whole or not at all.
     """
 
@@ -103,7 +103,7 @@ class LearnerMemory:
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
-    """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
+    """The estimate of a configuration. Raises ConfigError for a model that cannot be trained or does not divide over ranks."""
     models, parallel = models_of(config), config.trainer.parallel
     arenas: list[Addend | None] = [None] * parallel.nodes
     deltas = arenas
@@ -208,9 +208,15 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         if machine.arena is not None:
             yield f"memory         in /dev/shm of {place}: {machine.arena.nbytes / GIB:,.3f} GiB, {machine.arena.arithmetic}"
         if machine.deltas is not None:
-            yield f"memory         in the host of {place} while replicas receive deltas: {machine.deltas.nbytes / GIB:,.3f} GiB, {machine.deltas.arithmetic}"
+            yield (
+                f"memory         in the host of {place} while replicas receive deltas: "
+                f"{machine.deltas.nbytes / GIB:,.3f} GiB, {machine.deltas.arithmetic}"
+            )
         if machine.asleep is not None:
-            yield f"memory         in the host of {place} while the learner has the devices: {machine.asleep.nbytes / GIB:,.3f} GiB, {machine.asleep.arithmetic}"
+            yield (
+                f"memory         in the host of {place} while the learner has the devices: "
+                f"{machine.asleep.nbytes / GIB:,.3f} GiB, {machine.asleep.arithmetic}"
+            )
         nbytes, arithmetic = machine.checkpoint.nbytes, machine.checkpoint.arithmetic
         yield f"memory         in the host of {place} while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
@@ -224,7 +230,8 @@ def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
     return (
         f"devices        {apart} with placement: separate, {together} with placement: colocated, which keeps"
-        f" {max(each.ranks * each.kept for each in memory.machines) / GIB:,.3f} GiB of the learner in the host's memory during generation"
+        f" {max(each.ranks * each.kept for each in memory.machines) / GIB:,.3f} GiB of the learner "
+        "in the host's memory during generation"
     )
 
 
@@ -256,7 +263,8 @@ def fit_errors(
         yield ConfigError(
             f"a learner that keeps at most the {host / GIB:,.1f} GiB of this machine's memory",
             _machine_sum(node, each, node.host),
-            "Disable a part of trainer.offload, set rollout.vllm.sleep_level: 2 or placement: separate, spread the ranks over more machines, or use a machine with more memory.",
+            "Disable a part of trainer.offload, set rollout.vllm.sleep_level: 2 or placement: separate, "
+            "spread the ranks over more machines, or use a machine with more memory.",
         )
 
 
@@ -278,7 +286,7 @@ def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str |
 
 
 def announce(config: RunConfig | StageConfig, limit: int, host: int, rank: int) -> None:
-    """Logs the estimate on rank 0, before anything is allocated. Raises ConfigError on every rank of a machine when the estimate exceeds a limit.
+    """Logs the estimate on rank 0, before any allocation. Raises ConfigError on all ranks of a machine where it exceeds a limit.
 
     Args:
         limit, host: as in `fit_errors`, of this rank's machine.

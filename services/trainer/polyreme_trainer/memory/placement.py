@@ -16,7 +16,7 @@ def devices_needed(config: RunConfig, placement: str) -> int:
 
 
 def advice(config: RunConfig, devices: int) -> Iterator[str]:
-    """Yields a notice when this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices.
+    """Yields a notice if this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices.
 
     A learner on several machines gets none, because the others' devices are unknown here.
     """
@@ -27,8 +27,8 @@ def advice(config: RunConfig, devices: int) -> Iterator[str]:
     has = f"this machine has {devices} {config.device} device{'s' if devices > 1 else ''}"
     if config.placement == "separate" and together <= devices < apart:
         yield (
-            f"{has}; learner and replicas need {apart} with placement: separate, and {together} with placement: colocated, where they take turns"
-            + (f" (and needs {needs})" if needs else "")
+            f"{has}; learner and replicas need {apart} with placement: separate, and {together} with placement: colocated, "
+            "where they take turns" + (f" (and needs {needs})" if needs else "")
         )
     elif devices < devices_needed(config, config.placement):
         yield f"{has}; placement: {config.placement} needs {devices_needed(config, config.placement)}"

@@ -19,7 +19,10 @@ def replica_line(config: RunConfig) -> str:
     each = cache_bytes_per_token(arch, dtype, rollout.tensor_parallel)
     wanted = rollout.max_num_seqs * rollout.max_model_len
     if config.device == "cpu":
-        cache = f"{rollout.vllm.kv_cache_mib / 1024:,.3f} GiB of key-value cache, {(rollout.vllm.kv_cache_mib << 20) // each:,} tokens"
+        cache = (
+            f"{rollout.vllm.kv_cache_mib / 1024:,.3f} GiB of key-value cache, "
+            f"{(rollout.vllm.kv_cache_mib << 20) // each:,} tokens"
+        )
     else:
         cache = f"key-value cache up to {rollout.vllm.gpu_memory_utilization:.0%} of the device"
     return (
@@ -44,7 +47,7 @@ def sleeping_weights(config: RunConfig) -> Addend | None:
 
 
 def refuse_replica(config: RunConfig, device: int) -> Iterator[PolyremeError]:
-    """Yields an error when vLLM cannot start on an accelerator of `device` bytes: no room for the weights and one sample of full length.
+    """Yields an error if vLLM cannot start on an accelerator of `device` bytes: no room for the weights and a full-length sample.
 
     Layers with a sliding window do not count, because vLLM keeps fewer of their keys.
     """
@@ -58,8 +61,10 @@ def refuse_replica(config: RunConfig, device: int) -> Iterator[PolyremeError]:
     room = int(device * rollout.vllm.gpu_memory_utilization)
     if room < weights + sample:
         yield ConfigError(
-            f"a replica that fits {rollout.vllm.gpu_memory_utilization:.0%} of the {device / GIB:,.1f} GiB of each device: {room / GIB:,.2f} GiB",
-            f"weights {weights / GIB:,.2f} + keys and values of one sample of {rollout.max_model_len:,} tokens {sample / GIB:,.2f}"
-            f" = {(weights + sample) / GIB:,.2f} GiB, with rollout.tensor_parallel: {rollout.tensor_parallel}",
-            "Set a larger rollout.tensor_parallel, a smaller rollout.max_model_len or model.dtype: bfloat16, or use larger devices.",
+            f"a replica that fits {rollout.vllm.gpu_memory_utilization:.0%} of the {device / GIB:,.1f} GiB of each device: "
+            f"{room / GIB:,.2f} GiB",
+            f"weights {weights / GIB:,.2f} + keys and values of one sample of {rollout.max_model_len:,} tokens "
+            f"{sample / GIB:,.2f} = {(weights + sample) / GIB:,.2f} GiB, with rollout.tensor_parallel: {rollout.tensor_parallel}",
+            "Set a larger rollout.tensor_parallel, a smaller rollout.max_model_len or model.dtype: bfloat16, "
+            "or use larger devices.",
         )

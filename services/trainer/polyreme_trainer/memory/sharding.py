@@ -17,10 +17,10 @@ class Sharding:
 
     Attributes:
         rank: the rank's coordinates among the tensor, pipeline and expert ranks, which determine its parameters.
-        optimizer_ranks: ranks over which each parameter's optimizer state is divided. The state of experts is divided only among the ranks
-            that have the same experts.
+        optimizer_ranks: ranks over which each parameter's optimizer state is divided. The state of experts is divided only among
+            the ranks that have the same experts.
         sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
-        micro_batches: number of micro-batches whose activations exist at once, counted per virtual stage: a micro-batch counts once in each.
+        micro_batches: number of micro-batches whose activations exist at once, counted once in each virtual stage.
         context_ranks: ranks that share the tokens of a micro-batch; each has all keys and values.
     """
 
@@ -53,9 +53,9 @@ class Sharding:
 def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     """The different shares of the layout: one for each pipeline stage. All ranks of a stage hold the same amount.
 
-    With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
-    after it before the first gradient arrives. With virtual stages it starts two for each stage after it; before these it starts one for each
-    stage in each of its virtual stages except the last (Narayanan et al. 2021, section 2.2).
+    With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for
+    itself and one per later stage before the first gradient arrives. With virtual stages it starts two per later stage; before
+    these it starts one for each stage in each of its virtual stages except the last (Narayanan et al. 2021, section 2.2).
     """
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline
@@ -70,9 +70,9 @@ def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
 
 
 def written_parameters(arch: Architecture, parallel: ParallelConfig) -> list[int]:
-    """The number of parameters that the ranks of each machine write and save, without padding. Raises ValueError when the sizes do not divide.
+    """How many parameters the ranks of each machine write and save, without padding. Raises ValueError unless the sizes divide.
 
-    Every tensor counts on one machine, that of the ranks that write it (see `version_writer`). Machines that hold only copies have none.
+    Each tensor counts on the machine of the ranks that write it (see `version_writer`). Machines that hold only copies have none.
     """
     if parallel.nodes == 1:
         return [arch.parameters]

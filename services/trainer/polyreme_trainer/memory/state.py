@@ -1,6 +1,6 @@
 """The memory that a model occupies between two steps: weights, gradients and optimizer state.
 
-A trained model takes 16 bytes for each parameter in float32 (weight, gradient, two moments, 4 bytes each), and 18 in bfloat16 (weight 2,
+A trained model takes 16 bytes per parameter in float32 (weight, gradient, two moments, 4 each), and 18 in bfloat16 (weight 2,
 gradient 4, master weight 4, two moments 8), as in Rajbhandari et al. 2020 (ZeRO), with gradients accumulated in float32.
 
 Invariant: parameters are counted with their padding and on every rank that holds them, as `hf_mapping` places them.
@@ -55,7 +55,7 @@ class Addend:
 
 
 def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
-    """The number of parameters on one rank, with padding, without expert biases. Raises ValueError when the sizes do not divide over the ranks."""
+    """The parameters on one rank, with padding, without expert biases. Raises ValueError unless the sizes divide over ranks."""
     check(arch, sharding.rank.tp, sharding.rank.expert_cut.tp)
     return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if not is_expert_bias(name))
 
@@ -122,7 +122,7 @@ def state_of(model: Model, sharding: Sharding) -> ModelState:
 
 
 def copy_terms(actor: Model, copy: Model, sharding: Sharding) -> list[Addend]:
-    """The temporaries of a copy of the actor's weights: one parameter at a time, in float32 for a wider copy, and with its adapter added."""
+    """Temporaries of copying an actor's weights: one parameter at a time, in float32 for a wider copy, with its adapter added."""
     sizes = {name: math.prod(shape) for name, shape in param_shapes(actor.arch, sharding.rank).items()}
     terms = []
     if actor.adapter is not None:

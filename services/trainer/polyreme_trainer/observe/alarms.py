@@ -115,8 +115,8 @@ def recent(history: Sequence[Observation]) -> list[Observation]:
 
 
 def announcements(holding: Mapping[str, str], before: Set[str], onsets: Counter[str]) -> list[str]:
-    """The texts of the alarms that begin to hold. An alarm is announced at its first, second, fourth, eighth, ... onset, so one that comes and
-    goes is announced only a few times.
+    """The texts of the alarms that begin to hold. An alarm is announced at its first, second, fourth, eighth, ... onset, so one
+    that comes and goes is announced only a few times.
 
     Args:
         holding: name -> text of the alarms that hold.

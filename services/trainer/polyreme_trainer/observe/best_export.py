@@ -1,7 +1,7 @@
 """Keeps the export of the best evaluated version in hf/best.
 
-Invariant: hf/best is complete or missing. It shares its files with the export (hard links), so it costs no space, and it stays when
-`keep_checkpoints` removes that export.
+Invariant: hf/best is complete or missing. It shares its files with the export (hard links), so it costs no space, and it stays
+when `keep_checkpoints` removes that export.
 """
 
 import logging
@@ -27,7 +27,7 @@ class BestExport:
         """Links the best version's export if it is a new best. Logs an export that cannot be linked.
 
         Args:
-            evaluations: results by version, all of the same metric. If the version in hf/best has no result here, a version with a result
+            evaluations: results by version, of one metric. If the version in hf/best has no result here, a version with a result
             replaces it.
         """
         kept = self.version()

@@ -29,8 +29,8 @@ def import_tensorboard() -> None:
 
 
 class Board:
-    """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
-    and the next caller then blocks on its queue."""
+    """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the
+    disk is full, and the next caller then blocks on its queue."""
 
     def __init__(self, folder: Path) -> None:
         """Creates a file in the folder. Raises OSError."""

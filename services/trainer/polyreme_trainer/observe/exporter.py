@@ -106,7 +106,7 @@ class Exporter(Collector):
 
 @asynccontextmanager
 async def export(run: Run, config: RunConfig, host: str, port: int | None) -> AsyncIterator[int | None]:
-    """Serves /health, /ready, /metrics and the run page until the block ends. Yields the bound port; without `port`, None, and serves nothing.
+    """Serves /health, /ready, /metrics and the run page within the block. Yields the bound port; without `port`, serves nothing.
 
     Raises:
         ConfigError: the port is taken, or config.security cannot be used.

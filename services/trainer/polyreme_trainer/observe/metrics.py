@@ -32,8 +32,8 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only. Scores are counted
-            per episode; lengths count sampled tokens.
+        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only. Scores are
+            counted per episode; lengths count sampled tokens.
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
@@ -131,7 +131,7 @@ def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, obje
 
 
 def carried(samples: Sequence[SampleRecord]) -> dict[str, object]:
-    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens that one version sampled."""
+    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens of one version."""
     parts = [len({version for version, _, _ in sample.spans}) for sample in samples]
     tokens = 0
     for sample in samples:

@@ -1,7 +1,7 @@
 """Which records of a run are worth a notice, and its content.
 
-Invariant: pure; a record gives at most one notice. The first evaluated version is only the basis of later comparisons, so it is not a new best.
-The same holds for the first version with another metric, which a resume may have chosen.
+Invariant: pure; a record gives at most one notice. The first evaluated version is only the basis of later comparisons, so it is
+not a new best. The same holds for the first version with another metric, which a resume may have chosen.
 """
 
 from collections.abc import Iterable, Mapping

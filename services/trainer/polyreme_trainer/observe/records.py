@@ -1,9 +1,9 @@
 """Writes the records of a run or a stage to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
 
-Invariant: each record is written once. metrics.jsonl is its own cursor: each line has its run's id and its stream id, so a restart
-continues after the run's last whole line. When a resumed learner repeats an iteration, the first record stays. A sample file is complete
-before the line of its iteration is written. TensorBoard's events are complete by then too, so a restart may repeat them. Every write is
-flushed at once, so that a full disk raises OSError where it is handled. Nothing that is on disk stays in memory.
+Invariant: each record is written once. metrics.jsonl is its own cursor: each line has its run's id and its stream id, so a
+restart continues after the run's last whole line. When a resumed learner repeats an iteration, the first record stays. A sample
+file is complete before its iteration's line is written. TensorBoard's events are complete by then too, so a restart may repeat
+them. Every write is flushed at once, so a full disk raises OSError where it is handled. Nothing on disk stays in memory.
 """
 
 import json
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _TAIL = 1 << 16
 
 GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
-"""Returns the payloads of an iteration's groups, and how the iteration used their samples (None: unknown). Raises PolyremeError when the log
-no longer has them."""
+"""Returns the payloads of an iteration's groups, and how the iteration used their samples (None: unknown). Raises PolyremeError
+when the log no longer has them."""
 _DIGITS = 5
 _RESUMED_SECONDS = 5.0
 """Seconds between two records about repeated steps of a stage."""
@@ -78,7 +78,7 @@ class Recorder:
 
         Args:
             samples_per_iteration: of a run.
-            groups_of: reads an iteration's groups from the experience log, and how the iteration used their samples; None: a stage has none.
+            groups_of: reads an iteration's groups from the experience log, and how it used their samples; None: a stage has none.
             clock: returns seconds.
 
         Raises:
@@ -129,7 +129,7 @@ class Recorder:
             self.cursor = records[-1][0]
 
     def add(self, record: MetricRecord, stream_id: str | None = None) -> None:
-        """Writes a record of a stage or a served model. In place of repeated steps it writes a `resumed` record every few seconds.
+        """Writes a record of a stage or a served model. Instead of repeated steps it writes a `resumed` record every few seconds.
 
         Args:
             stream_id: of a served model's record, whose stream is that of the whole service.
@@ -221,7 +221,7 @@ def sample_lines(group: GroupRecord) -> Iterator[Line]:
 
 
 def cut_torn_line(path: Path, at_once: int = _TAIL) -> None:
-    """Truncates a file after its last whole line; a crash may have left part of another. `at_once`: bytes that are read at once."""
+    """Truncates a file after its last whole line; a crash may have left part of another. `at_once`: bytes read at once."""
     with suppress(FileNotFoundError), open(path, "r+b") as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:

@@ -1,7 +1,7 @@
-"""Processor, memory and device use of a run's processes, which the records of its iterations get, and of a stage's, which those of its steps get.
+"""Processor, memory and device use of a run's processes, for its iterations' records, and of a stage's, for those of its steps.
 
-Invariant: a run is measured every INTERVAL seconds beside the records, so that it delays nothing. A server that does not answer in time is left
-out. A stage is measured between two steps, which takes milliseconds, and at most every INTERVAL seconds.
+Invariant: a run is measured every INTERVAL seconds beside the records, so that it delays nothing. A server that does not answer
+in time is left out. A stage is measured between two steps, which takes milliseconds, and at most every INTERVAL seconds.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ Service = tuple[str, str]
 
 @dataclass
 class ResourceUse:
-    """What the services of a run used since the last `take`: the mean number of cores and the largest memory by role, and the mean share of
-    time in which the devices of their machines were busy, and the largest memory there."""
+    """What the services of a run used since the last `take`: the mean number of cores and the largest memory by role, and the
+    mean share of time in which the devices of their machines were busy, and the largest memory there."""
 
     _spent: dict[Service, tuple[float, float]] = field(default_factory=dict)
     _means: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _largest: dict[str, float] = field(default_factory=dict)
 
     def add(self, measured: Mapping[Service, tuple[float, Sequence[Sample]]]) -> None:
-        """Adds a measurement: for each service, a time in seconds and the samples of its metrics. A device that several see counts once."""
+        """Adds a measurement: per service, a time in seconds and its metrics' samples. A device that several see counts once."""
         cores, memory = defaultdict[str, float](float), defaultdict[str, float](float)
         busy, device_memory = dict[str, float](), dict[str, float]()
         spent: dict[Service, tuple[float, float]] = {}

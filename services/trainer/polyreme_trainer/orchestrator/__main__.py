@@ -1,5 +1,5 @@
-"""`python -m polyreme_trainer.orchestrator [NUMBER]`: an orchestrator process, by default the leading one. POLYREME_REDIS and POLYREME_RUN name
-its run.
+"""`python -m polyreme_trainer.orchestrator [NUMBER]`: an orchestrator process, by default the leading one. POLYREME_REDIS and
+POLYREME_RUN name its run.
 
 Invariant: it exits with 0 only when the run is over; after any other stop the supervisor starts a successor.
 """

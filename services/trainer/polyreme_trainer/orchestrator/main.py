@@ -1,7 +1,7 @@
 """The orchestrator: it prepares, waits for the run to start, then admits groups and brings each into the experience log.
 
-A run may have several, which share the groups by index. Invariant: the next step is derived from the log, never from memory, so a successor
-continues where a killed orchestrator stopped.
+A run may have several, which share the groups by index. Invariant: the next step is derived from the log, never from memory, so a
+successor continues where a killed orchestrator stopped.
 """
 
 import asyncio
@@ -235,7 +235,7 @@ class Orchestrator:
         return False
 
     async def _report(self) -> None:
-        """Emits what all orchestrators have done since the plan before, once per new plan. One that does not lead tells the leading one."""
+        """Emits what all orchestrators have done since the plan before, once per new plan. Others tell the leading one."""
         planned = await self._experience.planned()
         is_new, self._planned = planned > self._planned, planned
         if is_new:

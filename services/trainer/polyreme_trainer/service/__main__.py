@@ -42,8 +42,8 @@ SIGNING_KEY = "signing-key"
 
 
 async def with_log(config: ServeConfig, work: Callable[[RequestLog, Redis, asyncio.Event], Awaitable[None]]) -> None:
-    """Runs `work` until a signal, with the request log and its Redis. Also ends while Redis does not answer: then what waits for it is cancelled after
-    GRACE_SECONDS."""
+    """Runs `work` until a signal, with the request log and its Redis. Also ends while Redis does not answer: then what waits for
+    it is cancelled after GRACE_SECONDS."""
     stop = stop_event()
     async with until_set(stop, GRACE_SECONDS), connected(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT) as redis:
         await work(RequestLog(redis, config.name), redis, stop)
@@ -77,7 +77,7 @@ def run_api(config: ServeConfig) -> None:
 
 
 def run_learner(config: ServeConfig) -> None:
-    """Runs one rank of the learner until a signal: rank 0 executes requests for models, and the others make its calls of the engine."""
+    """Runs one rank of the learner until a signal: rank 0 executes requests for models, and the others make its engine calls."""
     with quick_imports():
         from polyreme_trainer.service.engine import ServiceEngine
         from polyreme_trainer.service.learner import ModelLearner

@@ -33,7 +33,7 @@ class Accounts:
 
     @classmethod
     def read(cls, config: ServeConfig) -> "Accounts":
-        """Reads the keys from the environment. Raises ConfigError for one that is missing, not an API key, or another tenant's."""
+        """Reads keys from the environment. Raises ConfigError for one that is missing, not an API key, or another tenant's."""
         names: dict[str, str] = {}
         quotas = {}
         for tenant in config.tenants:

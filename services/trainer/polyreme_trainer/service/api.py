@@ -1,7 +1,7 @@
 """The Tinker API over HTTP: requests go into the log, results come out of it.
 
-Invariant: the application computes nothing and keeps nothing: a restarted one answers as the one before. An operation that fails is an answer
-with `error` and `category`, as the SDK expects it. What the API does not have is refused by name.
+Invariant: the application computes nothing and keeps nothing: a restarted one answers as the one before. An operation that fails
+is an answer with `error` and `category`, as the SDK expects it. What the API does not have is refused by name.
 """
 
 import asyncio
@@ -176,8 +176,8 @@ class ServiceApi:
         return await self._into_lane(call, model, message.seq_id, request)
 
     def _in_order(self, kind: type[m.AnyMessage], build: Callable[[ApiCall, m.AnyMessage], Awaitable[Request]]) -> Handler:
-        """The handler of a request for a model, which `build` reads. One that cannot be executed has its place in the order, too: the client's next
-        one has the next number."""
+        """The handler of a request for a model, which `build` reads. One that cannot be executed has its place in the order, too:
+        the client's next one has the next number."""
 
         async def answer(call: ApiCall) -> Response:
             name, seq = m.read_place(call.body)
@@ -261,7 +261,7 @@ class ServiceApi:
         return path
 
     async def _agent_weights(self, tenant: str, given: m.OpenAgentSession) -> str:
-        """The directory that an agent's session samples from; empty for the base model. Raises TenantError or HTTPException when there is none."""
+        """The directory of an agent session's weights; empty: the base model. Raises TenantError or HTTPException without one."""
         if given.sampling_session_id is not None:
             path = await self._tenants.sampling(tenant, given.sampling_session_id)
         else:

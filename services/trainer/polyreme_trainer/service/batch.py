@@ -71,7 +71,7 @@ def read_call(packed: bytes) -> LossCall:
 
 
 def plan_passes(tokens: Mapping[str, int], budget: int, most: int) -> list[list[str]]:
-    """Cuts the models' batches, in their order, into passes of at most `budget` tokens and `most` models. A larger batch has passes of its own."""
+    """Cuts models' batches in order into passes of at most `budget` tokens and `most` models. A larger one has its own passes."""
     passes, room = list[list[str]](), 0
     for model, count in tokens.items():
         if not passes or count > room or len(passes[-1]) == most:

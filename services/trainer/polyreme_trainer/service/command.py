@@ -1,8 +1,7 @@
 """`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
-Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is lost: the same
-command in the same directory continues every model. A process alone is started again by what has started it, such as a container's restart
-policy.
+Invariant: each of its processes ends with it, and a dead one is restarted. Nothing promised to a client is lost: the same command
+in the same directory continues every model. A process alone is restarted by what started it, like a container's restart policy.
 """
 
 import asyncio
@@ -48,7 +47,8 @@ _DEMO_LINES = """\
 import tinker
 model = tinker.ServiceClient(base_url="{url}", api_key="tml-any").create_lora_training_client(base_model="tiny", rank=8)
 datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([36, 37, 38]), loss_fn_inputs={{"target_tokens": [37, 38, 39]}})
-for step in range(20): print(model.forward_backward([datum], "cross_entropy").result().metrics, model.optim_step(tinker.AdamParams(learning_rate=0.01)).result())
+for step in range(20): print(model.forward_backward([datum], "cross_entropy").result().metrics, \
+model.optim_step(tinker.AdamParams(learning_rate=0.01)).result())
 """
 
 
@@ -106,8 +106,8 @@ def _check_access(config: ServeConfig) -> None:
 
 
 def _run_alone(part: ServicePart, config: ServeConfig, redis: str | None) -> None:
-    """Runs a part in this process, or the learner's ranks below it, until a signal. Two of the same would both execute what is logged, so the
-    second one is refused."""
+    """Runs a part in this process, or the learner's ranks below it, until a signal. Two of the same would both execute what is
+    logged, so the second one is refused."""
     if redis is None:
         raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the processes meet.")
     with owned(config.run_dir / part):
@@ -164,7 +164,7 @@ def _resolved(config: ServeConfig) -> ServeConfig:
 
 
 def _with_all_cores(config: ServeConfig) -> ServeLearner:
-    """The learner with as many threads as this machine has cores for each rank, unless its configuration says how many. (Its clients wait for it.)"""
+    """The learner with as many threads as this machine has cores for each rank, unless configured. (Its clients wait for it.)"""
     parallel = config.learner.parallel
     if "threads" in parallel.model_fields_set:
         return config.learner

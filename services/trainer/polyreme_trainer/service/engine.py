@@ -1,12 +1,12 @@
 """The training service's engine: one base model, and the models of tenants on it.
 
-Each tenant's model has its adapters, moments, gradient and count of steps. Those that were used last are on the device; the others are in the
-host's memory. Batches of several models share a pass when they fit into one micro-batch.
+Each tenant's model has its adapters, moments, gradient and count of steps. Those that were used last are on the device; the
+others are in the host's memory. Batches of several models share a pass when they fit into one micro-batch.
 
 With several ranks, each has its part of every model, and all of them make the same calls in the same order.
 
-Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same bits. Between
-two calls, a model's gradient is summed over the ranks, and each keeps its part of the sum.
+Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same
+bits. Between two calls, a model's gradient is summed over the ranks, and each keeps its part of the sum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _PassLoss:
-    """The losses of several models' batches in one pass, with the models' outputs as the result. `starts`: the first token of each."""
+    """The losses of several models' batches in one pass, with the models' outputs as result. `starts`: each one's first token."""
 
     calls: Sequence[LossCall]
     starts: Sequence[int]

@@ -5,7 +5,7 @@ CHECKPOINT_LOST = "expected a saved checkpoint; found one that was deleted while
 
 
 class TenantError(Exception):
-    """A request that cannot be executed. Its message is the answer, with the category `user`. The model is as before the request."""
+    """A request that cannot be executed. Its message is the answer, with the category `user`. The model is as before it."""
 
 
 class ModelLostError(TenantError):

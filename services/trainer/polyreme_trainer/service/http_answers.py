@@ -93,7 +93,8 @@ def _body(message: str) -> dict[str, str]:
 
 
 async def refused(request: HttpRequest, error: Exception) -> Response:
-    """The answer to a request that the API does not take, that its tenant has to correct, or that finds no log: the SDK sends this one again."""
+    """The answer to a request that the API does not take, that its tenant has to correct, or that finds no log: the SDK sends
+    this one again."""
     if isinstance(error, StoreError):
         return JSONResponse({**_body(str(error)), "category": "server"}, status_code=503)
     if not isinstance(error, HTTPException):

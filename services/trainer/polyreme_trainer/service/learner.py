@@ -1,7 +1,7 @@
-"""The learner of the training service: executes the requests for models, one after the other; batches of several models in one pass.
+"""The learner of the training service: executes requests for models, one after the other; batches of several models in one pass.
 
-Invariant: a request changes a model once. A request that ends with an error leaves the model as it was, except that an optimizer step with a
-gradient that is not finite drops it; both happen again in the same way after a restart, so the weights have the same bits.
+Invariant: a request changes a model once. A request that ends in error leaves the model as it was, except that an optimizer step
+with a gradient that is not finite drops it; both happen again in the same way after a restart, so the weights have the same bits.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class ModelLearner:
         base_model: the base model's name.
         max_models: the largest number of models in memory. The others are on disk, and come back with their next request.
         canary: what is compared before a client hears of weights for a sampler; None: these are not loaded before.
-        replay_seconds, replay_bytes: a state is saved when executing the requests since the newest one took longer, or when they have more bytes.
+        replay_seconds, replay_bytes: a state is saved when the requests since the newest took longer, or they have more bytes.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class ModelLearner:
         return [place for place in requests.places if place.lane not in loading]
 
     async def _joined(self, requests: OpenRequests, waiting: Sequence[LogPlace], leader: LogPlace) -> dict[LogPlace, bytes]:
-        """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may have ended the
-        process is executed alone."""
+        """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may
+        have ended the process is executed alone."""
         joined = dict(zip([leader], await requests.take([leader]), strict=True))
         op = Request.unpack(joined[leader]).op
         alone = op not in BATCHES or requests.has_begun(leader)
@@ -174,8 +174,7 @@ class ModelLearner:
             await counting
 
     async def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
-        """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`: they have had
-        their results."""
+        """Results of one request for each of several models; several are batches of one operation. `again`: they had results."""
         results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
         for place, request in requests.items():
             try:
@@ -240,7 +239,7 @@ class ModelLearner:
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _read_checkpoint(self, request: Request) -> tuple[Path, Facts]:
-        """The directory and the facts of a checkpoint, without steps if its moments are not asked for. Raises TenantError when there is none, or it is not one to continue from."""
+        """A checkpoint's directory and facts (steps only with moments). Raises TenantError without one to continue from."""
         checkpoint = read_path(request.fields["path"])
         facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":

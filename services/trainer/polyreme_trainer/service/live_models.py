@@ -1,7 +1,7 @@
 """The models of the learner: which are in memory, what a restart needs to have them again, and how each of them ends.
 
-Invariant: a model in memory is its newest saved state and the kept requests since. One that is given up, since taking it into memory has ended
-the process MAX_BEGUN times, keeps both until it is unloaded, or another process tries again.
+Invariant: a model in memory is its newest saved state and the kept requests since. One that is given up, since taking it into
+memory has ended the process MAX_BEGUN times, keeps both until it is unloaded, or another process tries again.
 """
 
 import logging
@@ -83,7 +83,8 @@ class LiveModels:
         return {*self._engine.models, *self._states.unfinished(), *await self._log.lanes()}
 
     async def recover(self, lane: str) -> str | None:
-        """Makes a model what it was before a restart: its newest state, and the kept requests since. Returns why it is given up, or None."""
+        """Makes a model what it was before a restart: its newest state, and the kept requests since. Returns why it is given up,
+        or None."""
         if lane in self._engine.models:
             return None
         saved, kept = self._states.newest_state(lane), await self._log.kept(lane)

@@ -1,4 +1,4 @@
-"""What the losses of the training service read: their inputs and options, by the API's name. Their formulas are in `algorithms.service_losses`.
+"""What the training service's losses read: inputs and options, by API name. Their formulas are in `algorithms.service_losses`.
 
 Invariant: imports no torch.
 """

@@ -1,8 +1,7 @@
-"""Several ranks that compute for the models of tenants: rank 0 has the requests, and tells the others each call of the engine before it makes
-the call itself.
+"""Several ranks compute for tenants' models: rank 0 has the requests, and tells the others each engine call before it makes it.
 
-Invariant: all ranks make the same calls in the same order. A call that fails for a tenant fails in the same way on every rank, and the ranks go
-on; any other error ends its rank, and with it all of them.
+Invariant: all ranks make the same calls in the same order. A call that fails for a tenant fails in the same way on every rank,
+and the ranks go on; any other error ends its rank, and with it all of them.
 """
 
 import json
@@ -132,7 +131,7 @@ class LeadingEngine:
 
 
 def follow(engine: TenantEngine, ranks: Ranks) -> None:
-    """Makes the calls of rank 0 on another rank until rank 0 ends. Raises LeaderError when rank 0 has failed, and RuntimeError when it has died."""
+    """Makes rank 0's calls on another rank until rank 0 ends. Raises LeaderError when rank 0 fails, RuntimeError when it dies."""
     while message := ranks.hear():
         with suppress(TenantError):  # rank 0 answers with it
             EngineCall.unpack(message).make(engine)

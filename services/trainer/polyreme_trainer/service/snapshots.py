@@ -24,8 +24,8 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SnapshotProbe:
-    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many seconds a client
-    waits for a sampler that is busy or starts again. The snapshot is compared later then."""
+    """The sequence on which learner and sampler are compared, int64 [n], the largest `mismatch_kl` between them, and for how many
+    seconds a client waits for a sampler that is busy or starts again. The snapshot is compared later then."""
 
     ids: NDArray[np.int64]
     limit: float
@@ -33,7 +33,7 @@ class SnapshotProbe:
 
     @classmethod
     def of(cls, vocabulary: int, longest: int, dtype: str) -> Self:
-        """The canary of a model, always the same. `longest`: the largest number of tokens of prompt and answer; `dtype`: of the weights."""
+        """The canary of a model, always the same. `longest`: the most tokens of prompt and answer; `dtype`: of the weights."""
         ids = np.random.default_rng(0).integers(0, vocabulary, min(CANARY_TOKENS, longest - 1), dtype=np.int64)
         return cls(ids, LIMITS[dtype].mismatch_kl)
 
@@ -46,14 +46,16 @@ class SnapshotProbe:
     def mismatch(self, learned: FloatArray, sampled: FloatArray) -> str | None:
         """What is wrong with a sampler's log-probabilities; None when they are the learner's up to rounding.
 
-        The measure is the mean of exp(d) - 1 - d, where d is the learner's log-probability minus the sampler's: an estimate of the KL
-        divergence.
+        The measure is the mean of exp(d) - 1 - d, with d the learner's log-probability minus the sampler's: an estimate of KL.
         """
         difference = learned.astype(np.float64) - sampled.astype(np.float64)
         value = float((np.exp(difference) - 1 - difference).mean())
         if value <= self.limit:
             return None
-        return f"expected a mismatch_kl of at most {self.limit:g} between learner and sampler; found {value:g}. Save the weights again."
+        return (
+            f"expected a mismatch_kl of at most {self.limit:g} between learner and sampler; found {value:g}. "
+            "Save the weights again."
+        )
 
     def problem(self, found: bytes, snapshot: "Snapshot") -> str | None:
         """Why a snapshot must not be used, by the sampler's answer; None: it may."""
@@ -74,8 +76,8 @@ class Snapshot:
 async def finish_compared(
     log: RequestLog, states: States, place: LogPlace, result: bytes, snapshot: Snapshot, canary: SnapshotProbe
 ) -> None:
-    """Finishes a request with its result once the sampler has loaded the snapshot that it wrote. One with other log-probabilities gives its place
-    back to what it has replaced, also after its client has heard of it."""
+    """Finishes a request with its result once the sampler has loaded the snapshot that it wrote. One with other log-probabilities
+    gives its place back to what it has replaced, also after its client has heard of it."""
     ask = LogPlace(f"{place.id}{LOAD}", "sampler")
     weights, scoring = str(states.folder(snapshot.saved).resolve()), {"samples": 0, "prompt_logprobs": True, "max_tokens": 1}
     await log.submit(ask, Request("sample", {"weights": weights, "prompt": canary.ids.tolist(), **scoring}).pack())

@@ -6,8 +6,8 @@
     MODEL/external_weights/NAME      the same files, to download
     MODEL/KIND/.NAME.replaced        what a checkpoint has replaced, until it is known to be good
 
-Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that wrote it, whose
-it is, and when it expires. Checkpoints take at most `limit` bytes.
+Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that
+wrote it, whose it is, and when it expires. Checkpoints take at most `limit` bytes.
 """
 
 import os
@@ -54,8 +54,8 @@ class States(Folders):
         return saved[-1], facts
 
     def save(self, checkpoint: SavedModel, write: Callable[[Path], None], facts: Facts, overwrite: bool) -> None:
-        """Saves a checkpoint whose directory `write` fills. What it replaces is kept until `settle`. Raises TenantError when the name is taken, or the
-        disk's share is."""
+        """Saves a checkpoint whose directory `write` fills. What it replaces is kept until `settle`. Raises TenantError when the
+        name is taken, or the disk's share is."""
         path, before = self.folder(checkpoint), Facts.read(self.folder(checkpoint))
         again = before is not None and before.seq == facts.seq  # after a restart: the request finds what it has written itself
         if before is not None and not (again or overwrite or before.is_expired):
@@ -71,7 +71,8 @@ class States(Folders):
                 remove(self.folder(old.name))
 
     def settle(self, checkpoint: SavedModel, seq: int, *, is_good: bool = True) -> None:
-        """Decides about a checkpoint that the request `seq` has saved: one that is not good gives its place back to what it has replaced."""
+        """Decides about a checkpoint that the request `seq` has saved: one that is not good gives its place back to what it has
+        replaced."""
         path, replaced = self.folder(checkpoint), _replaced(self.folder(checkpoint))
         facts = Facts.read(path)
         if facts is not None and facts.seq != seq:
@@ -110,8 +111,8 @@ class States(Folders):
                     folder.rmdir()
 
     def _make_room(self, checkpoint: SavedModel, needed: int) -> None:
-        """Deletes checkpoints without a name, the oldest first, until one of `needed` bytes is within the limit. Raises TenantError, and deletes none,
-        when those with a name leave no room."""
+        """Deletes checkpoints without a name, the oldest first, until one of `needed` bytes is within the limit. Raises
+        TenantError, and deletes none, when those with a name leave no room."""
         others = [each for model in self.models() for each in self.kept(model) if each.name != checkpoint]
         if (named := needed + sum(each.nbytes for each in others if each.facts.is_named)) > self._limit:
             raise TenantError(

@@ -17,7 +17,7 @@ _TRIES = 100
 
 
 async def submit(log: RequestLog, place: LogPlace, request: Request, about: dict[str, object], most: int) -> Response:
-    """Adds a request to the log. The answer names it, with the fields `about`. Raises HTTPException when the log does not take it.
+    """Adds a request to the log. The answer names it, with the fields `about`. Raises HTTPException when the log refuses it.
 
     Args:
         most: open requests of its tenant.

@@ -41,11 +41,12 @@ class TenantEngine(Protocol):
         """The optimizer steps of a model."""
 
     def create(self, name: str, lora: LoraConfig | None, seed: int, critic: bool = False) -> None:
-        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. The values of a new critic
-        are 0. Raises TenantError for adapters or a critic that the base model cannot have."""
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained. The values
+        of a new critic are 0. Raises TenantError for adapters or a critic that the base model cannot have."""
 
     def save(self, name: str, folder: Path, gradient: bool) -> None:
-        """Writes a model's weights and moments into an empty directory. `gradient`: also the gradient since the last optimizer step."""
+        """Writes a model's weights and moments into an empty directory. `gradient`: also the gradient since the last optimizer
+        step."""
 
     def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int, critic: bool = False) -> None:
         """Gives a model the state that `save` wrote, and creates the model if there is none.
@@ -84,8 +85,8 @@ class TenantEngine(Protocol):
 
 
 def lora_of(request: Mapping[str, Any], lane: str) -> tuple[LoraConfig | None, int]:
-    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers, and for a critic
-    without adapters."""
+    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no
+    layers, and for a critic without adapters."""
     fields, is_critic = request["lora"], request.get("critic", False)
     if (fields is None or fields["rank"] == 0) and is_critic:
         raise TenantError("not supported: a critic with lora_config.rank = 0, all parameters; expected a rank of at least 1")

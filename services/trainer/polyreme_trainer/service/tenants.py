@@ -25,8 +25,8 @@ _ENDS = {"session": "Finish", "model": "Unload", "agent session": "End"}
 
 @dataclass(frozen=True)
 class TenantModel:
-    """A model that is trained. base_model: its name for clients, see `messages.name_of`. rank: of its adapters; 0: all parameters. used: its last
-    request, seconds since the epoch. is_unloaded: its last request is the one that unloads it."""
+    """A model that is trained. base_model: its name for clients, see `messages.name_of`. rank: of its adapters; 0: all
+    parameters. used: its last request, seconds since the epoch. is_unloaded: its last request is the one that unloads it."""
 
     name: str
     base_model: str
@@ -73,7 +73,7 @@ class Tenants:
     async def add_model(
         self, tenant: str, session: str, number: int, base_model: str, lora: Mapping[str, Any] | None, metadata: Any, most: int
     ) -> str:
-        """Returns the new model's name. base_model, lora: see `TenantModel`, and `LoraOptions`. Raises TenantError when the tenant has `most` models."""
+        """The new model's name. base_model, lora: see `TenantModel`, `LoraOptions`. Raises TenantError at `most` models."""
         name = f"{session}:train:{number}"
         if await self._log.record("model", name) is not None:  # the first request of a number stands
             return name

@@ -1,7 +1,7 @@
 """Whose request is next: tenants take turns, and among them their models.
 
-Invariant: pure. A model's requests are executed in their order. Between two turns of a tenant every other tenant that waits has one, and
-between two turns of a model every other model of its tenant that waits. A request that joins another model's pass costs its own model no turn.
+Invariant: pure. A model's requests run in order. Between two turns of a tenant every other waiting tenant has one, and between
+two turns of a model every other waiting model of its tenant. A request that joins another model's pass costs its model no turn.
 """
 
 from collections.abc import Sequence

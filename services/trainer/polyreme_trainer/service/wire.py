@@ -1,7 +1,7 @@
 """Requests and results as they are in the log, and the SDK's batches in them (SDK 0.38).
 
-A request in the log is one line of JSON, with the key `op`, and after it the body of a batch as the SDK has sent it. A result is the body of
-its answer after one byte: J for JSON, P for protobuf.
+A request in the log is one line of JSON, with the key `op`, and after it the body of a batch as the SDK has sent it. A result is
+the body of its answer after one byte: J for JSON, P for protobuf.
 
 Invariant: pure. A batch that cannot be computed as it stands is refused, and the message names what is not supported.
 """

@@ -1,7 +1,7 @@
 """The program of every stage: one optimizer step after the other, evaluations, checkpoints, and the export at the end.
 
-Invariant: a checkpoint follows the evaluation of its step; so a stage that is killed at any point and restarted ends with the same weights
-and records. A stage that returns has no unfinished save. This module imports no torch: the engine runs the steps.
+Invariant: a checkpoint follows the evaluation of its step; so a stage that is killed at any point and restarted ends with the
+same weights and records. A stage that returns has no unfinished save. This module imports no torch: the engine runs the steps.
 """
 
 import logging
@@ -145,7 +145,8 @@ class Best:
 
     Attributes:
         step, loss: the step, and its loss.
-        held_out: digest of the held-out rows, and the objective. Losses of other rows, or of another objective, are not comparable.
+        held_out: digest of the held-out rows, and the objective. Losses of other rows, or of another objective, are not
+            comparable.
     """
 
     step: int
@@ -154,7 +155,8 @@ class Best:
 
 
 def loaded_best(facts: CheckpointFacts, judge: str | None) -> Best | None:
-    """The best step in a checkpoint's facts; None without one, or if it was judged by another loss. `judge`: see `Best.held_out`."""
+    """The best step in a checkpoint's facts; None without one, or if it was judged by another loss. `judge`: see
+    `Best.held_out`."""
     best = facts.get("best")
     if best is None or judge is None or not judge.startswith(best["held_out"]):  # 0.2.0 has saved the rows' digest only
         return None

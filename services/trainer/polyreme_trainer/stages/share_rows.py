@@ -1,6 +1,6 @@
 """Distributes the rows that rank 0 reads to every rank.
 
-Invariant: a rank holds one piece of the rows in memory at a time; each rank keeps the rows in files. This module imports no torch.
+Invariant: a rank holds a piece of the rows in memory at a time; each rank keeps the rows in files. This module imports no torch.
 """
 
 import asyncio

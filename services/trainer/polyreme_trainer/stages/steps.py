@@ -1,7 +1,7 @@
 """Optimizer steps on rows, and the losses of rows: what every program that trains on a file's rows is made of.
 
-Invariant: a step's rows are a function of (seed, step), so a program that is killed at any point and restarted trains on the same rows. This
-module imports no torch: the engine runs the steps.
+Invariant: a step's rows are a function of (seed, step), so a program that is killed at any point and restarted trains on the same
+rows. This module imports no torch: the engine runs the steps.
 """
 
 import time

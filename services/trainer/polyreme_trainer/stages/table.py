@@ -1,7 +1,7 @@
 """The stages: how the rows of each are read, its objective, and its reference if it has one.
 
-Invariant: a stage is one row of `TABLE`, by its name in `polyreme.config.stage.STAGES`. Loop, engine, checks and commands name no stage. This
-module imports no torch, because an objective is created on a learner rank.
+Invariant: a stage is one row of `TABLE`, by its name in `polyreme.config.stage.STAGES`. Loop, engine, checks and commands name no
+stage. This module imports no torch, because an objective is created on a learner rank.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Stage:
     Attributes:
         read: reads its rows.
         objective: creates the objective from the stage's configuration.
-        reference: returns the Hugging Face directory of the reference from the stage's configuration; None: there is no reference.
+        reference: returns the Hugging Face directory of the reference from the stage's configuration; None: no reference.
     """
 
     read: Read

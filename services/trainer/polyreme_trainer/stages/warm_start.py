@@ -1,7 +1,7 @@
 """The warm start of a run: cross entropy of responses, phase by phase, before version 0.
 
-Invariant: a step's rows and learning rate are functions of (seed, phase, step). A warm start is therefore the same for the same seed, even
-if it was saved between two steps and continued. This module imports no torch: the engine runs the steps.
+Invariant: a step's rows and learning rate are functions of (seed, phase, step). A warm start is therefore the same for the same
+seed, even if it was saved between two steps and continued. This module imports no torch: the engine runs the steps.
 """
 
 import time
@@ -34,8 +34,8 @@ Report = Callable[[MetricRecord], bool]
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
     """Runs the phases of `trainer.sft`, each with its own optimizer. A saved warm start continues from its saved step.
 
-    The state is saved when the run drains, when `trainer.save_minutes` have passed, and after each phase except the last, whose result the
-    caller saves. Training continues while it is written. On return, every save is complete.
+    The state is saved when the run drains, when `trainer.save_minutes` have passed, and after each phase except the last, whose
+    result the caller saves. Training continues while it is written. On return, every save is complete.
 
     Returns:
         Whether all phases are complete; False when the run drains.
@@ -66,7 +66,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
 def run_phase(
     engine: StepEngine, phase: SftPhase, rows: StageRows, seed: int, number: int = 0, done: int = 0
 ) -> Iterator[WarmStartStep]:
-    """Takes the phase's optimizer steps after the first `done`. A step's loss is the token mean of the cross entropy of its rows' responses.
+    """Takes the phase's optimizer steps after the first `done`. A step's loss is the token mean of its responses' cross entropy.
 
     Args:
         number: the phase's, from 0; a record counts it from 1.

@@ -1,8 +1,8 @@
 """A training engine without torch that learns nothing. Tests and scale runs use it to exercise everything around the training.
 
-Invariant: a version's bytes are digests of all plans and payloads up to it, in order. They prove what was trained, how often and in which
-order, and a replay must produce the same bytes. Only the training is simulated: control loop, log, arena and publisher are those of
-`polyreme train`.
+Invariant: a version's bytes are digests of all plans and payloads up to it, in order. They prove what was trained, how often and
+in which order, and a replay must produce the same bytes. Only the training is simulated: control loop, log, arena and publisher
+are those of `polyreme train`.
 """
 
 import hashlib
@@ -158,7 +158,7 @@ class SimulatedTrainEngine:
         self._pending = PendingSave(path, self._weights, dict(facts))
 
     def finish_save(self, wait: bool) -> Saved | None:
-        """Writes the save that was begun: at once if `wait`, otherwise at the second call, so that an iteration is trained meanwhile."""
+        """Writes the save that was begun: at once if `wait`, else at the second call, so an iteration is trained meanwhile."""
         pending = self._pending
         if pending is None or not (wait or pending.polled):
             self._pending = pending and replace(pending, polled=True)

@@ -1,7 +1,7 @@
 """An engine of the training service without torch, for tests of everything around it.
 
-Invariant: a model's weights are a digest of every request that changed it, in order. They prove what was executed, how often and in which
-order, and a replay must produce the same bytes. Log-probabilities are a function of the weights and of the tokens up to each.
+Invariant: a model's weights are a digest of every request that changed it, in order. They prove what was executed, how often and
+in which order, and a replay must produce the same bytes. Log-probabilities are a function of weights and the tokens up to each.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Tracks which arena slots may be written. Pure.
 
-Invariant: a slot is free unless it holds the newest version (replicas that join read it) or the pinned one, or a replica serves from it
-(to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot from which a delta is
-being computed is free but used last, since training never waits for a delta.
+Invariant: a slot is free unless it holds the newest version (replicas that join read it) or the pinned one, or a replica serves
+from it (to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot from
+which a delta is being computed is free but used last, since training never waits for a delta.
 """
 
 from collections.abc import Collection
@@ -18,7 +18,7 @@ class _Reader:
 
 @dataclass
 class ArenaSlots:
-    """The slots 0..count-1 of one arena; `count` is at least 2, and at least 3 where a version besides the newest may be pinned."""
+    """The slots 0..count-1 of one arena; `count` is at least 2, and 3 where a version besides the newest may be pinned."""
 
     count: int
     newest: int | None = None
@@ -66,7 +66,7 @@ class ArenaSlots:
         return min((self.readers(slot) for slot in self._others()), key=len)
 
     def interruptible(self) -> list[str]:
-        """The streams whose end frees a slot. Of several such slots, the one whose streams started last, so that the others finish."""
+        """The streams whose end frees a slot. Of several such slots, the one whose streams started last, so the others finish."""
         streams = {
             slot: [self._readers[name].stream for name in self.readers(slot)] for slot in self._others() if self.readers(slot)
         }

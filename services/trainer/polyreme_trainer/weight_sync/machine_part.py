@@ -1,4 +1,4 @@
-"""A part of the versions that another machine of the learner holds. Its part server computes the deltas; replicas fetch from there.
+"""A part of versions that another machine of the learner holds. Its part server computes the deltas; replicas fetch from there.
 
 Invariant:
 - The slots of two versions count as being compared until the machine has answered for the delta between them.

@@ -1,4 +1,4 @@
-"""Serves the part of a version that this machine of the learner holds, whole or as a delta, to replicas that the first machine asks to fetch it.
+"""Serves this learner machine's part of a version, whole or as a delta, to replicas that the first machine asks to fetch it.
 
 Invariant:
 - A call sends bytes of one complete version only. It ends with a status when the slot is written again.
@@ -196,5 +196,6 @@ async def check_part_server(address: str, part: int, security: SecurityConfig | 
         raise UnavailableError(
             f"an answer from {address}, which serves part {part} of the weights, within {REACH_TIMEOUT:g} s",
             f"{error.code().name}: {error.details()}",
-            "Open its ports to the trainer and to all replicas. With TLS, its certificate must fit that address (security.server_name).",
+            "Open its ports to the trainer and to all replicas. "
+            "With TLS, its certificate must fit that address (security.server_name).",
         ) from None

@@ -19,7 +19,7 @@ class Offer:
 
     Attributes:
         manifest: of the whole part, sealed.
-        send: sends the content to a replica. Raises as `ReplicaClient.stream`; SwapError also for a delta that cannot be delivered.
+        send: sends content to a replica. Raises as `ReplicaClient.stream`; SwapError also for a delta that cannot be delivered.
         delta: what is sent; None: the whole part, from the version's slot.
         encode_seconds: the computation of the delta.
     """

@@ -1,9 +1,9 @@
 """Brings one part of a version to replicas: from its machine, or from a replica that has it.
 
 Invariant:
-- The machine sends to a bounded number of replicas at once. A stream of a version that is no longer the target does not begin, unless the
-  replica holds the version's slot already.
-- A delta that cannot be used is followed by the whole part, and a failed source by another one. Neither counts against the replica.
+- The machine sends to a bounded number of replicas at once. A stream of a version that is no longer the target does not begin,
+  unless the replica holds the version's slot already.
+- A delta that cannot be used is followed by the whole part, and a failed source by another. Neither counts against the replica.
 - Every replica verifies what it receives against the trainer's manifest, also from a replica.
 """
 
@@ -133,7 +133,8 @@ class PartStreams:
         if not replica.relay_failed:
             replica.relay_failed = True
             await self._notice(
-                f"replica {replica.lease.id} could not fetch weights from replica {source} and receives them from elsewhere: {error}"
+                f"replica {replica.lease.id} could not fetch weights from replica {source} "
+                f"and receives them from elsewhere: {error}"
             )
 
 

@@ -1,7 +1,7 @@
 """A thread that pushes complete versions to the replicas while the learner trains.
 
-Invariant: the learner's thread waits for a replica only in `acquire_slot` and `wait_committed`, each with a deadline. The learner's
-next call raises an error of the thread.
+Invariant: the learner's thread waits for a replica only in `acquire_slot` and `wait_committed`, each with a deadline. The
+learner's next call raises an error of the thread.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class PublisherState(Enum):
-    """NEW -- start --> CONNECTING -- connected --> RUNNING -- close --> CLOSED; an error leads from CONNECTING and RUNNING to FAILED."""
+    """NEW -- start --> CONNECTING -- connected --> RUNNING -- close --> CLOSED; CONNECTING, RUNNING -- error --> FAILED."""
 
     NEW = "not started"
     CONNECTING = "connecting to Redis"
@@ -70,7 +70,7 @@ class Publisher:
 
     It has its own event loop and Redis connection. `acquire_slot` and `wait_committed` are awaited in the caller's loop.
 
-    A bug in it fails the run, and so does the quarantine of every replica. The loss of the term or of Redis ends only this learner.
+    A bug in it fails the run, as does the quarantine of every replica. The loss of the term or of Redis ends only this learner.
 
     Args:
         redis_url, run_id: the run.
@@ -103,7 +103,7 @@ class Publisher:
         return self._state
 
     def start(self) -> None:
-        """Starts the thread and waits until it has connected. Raises StoreError, UnavailableError, and TimeoutError if it does not end."""
+        """Starts the thread and waits for its connection. Raises StoreError, UnavailableError and TimeoutError unless it ends."""
         self._enter(PublisherState.CONNECTING)
         self._thread.start()
         if not self._wait_connected():

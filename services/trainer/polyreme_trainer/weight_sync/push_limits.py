@@ -16,16 +16,15 @@ class PushLimits:
         attach: to find the run in Redis; the learner has attached to it already.
         lease_check: between two looks at the replicas' leases.
         stream_interrupt: training waits this long for a slot before it interrupts streams.
-        probe, stage, commit: deadlines of the calls. Before a commit the running engine step ends, and the replica waits up to 30 s for its
-            canary.
+        probe, stage, commit: deadlines of the calls. Before a commit the engine's step ends, and the canary takes up to 30 s.
         find_delta: for another machine's answer.
         stream_idle: without progress of a stream.
         memory_bytes_per_second: extends the deadlines of staging, committing and comparing by the size of a version.
         stream_bytes_per_second: extends those of streams.
         chunk_bytes: of the messages of a stream.
         max_fetches: the replicas that fetch a part from one replica at once.
-        swap_attempts, reach_attempts: failures in a row before a replica is quarantined. Ten attempts to reach it take about half a minute; a
-            dead replica loses its lease earlier.
+        swap_attempts, reach_attempts: failures in a row before a replica is quarantined. Ten attempts to reach it take about half
+            a minute; a dead replica loses its lease earlier.
         backoff: between two attempts.
     """
 

@@ -3,7 +3,7 @@
 Invariant:
 - While a replica that may be asked has the content, or receives it, the trainer sends it to no more than `roots` replicas.
 - No replica waits for itself: a source does not depend on the replica that it is assigned to.
-- A replica that failed to fetch from two others receives from the trainer, and a replica that failed two others is not asked, for a while.
+- A replica that failed to fetch from two others receives from the trainer, and one that failed two is not asked, for a while.
 """
 
 from collections import Counter
@@ -51,8 +51,8 @@ class RelayPlan:
     def assign(self, replica: str, content: Content, now: float, full: Collection[str] = ()) -> str | None:
         """The replica that `replica` fetches the content from, none of `full`; None: the trainer sends it.
 
-        The replica with the fewest others that fetch from it comes first. The result is a chain, which uses each link once, and a tree
-        beyond MAX_UNFINISHED.
+        The replica with the fewest others that fetch from it comes first. The result is a chain, which uses each link once, and a
+        tree beyond MAX_UNFINISHED.
         """
         self._failures = {pair: until for pair, until in self._failures.items() if until > now}
         others = {name: receipt for name, receipt in self._receipts.items() if name != replica}

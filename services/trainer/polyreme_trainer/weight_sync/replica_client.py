@@ -1,6 +1,6 @@
 """Brings one replica to a version: probe, stage, commit. Every call has a deadline.
 
-Invariant: no call raises a bare gRPC error. SwapError blames the replica, UnreachableError the connection, StaleTermError this learner.
+Invariant: no call raises gRPC errors. SwapError blames the replica, UnreachableError the connection, StaleTermError this learner.
 """
 
 import asyncio
@@ -183,7 +183,7 @@ class ReplicaClient:
         return await self._call(lambda stub: self._send(manifest, data, local_seconds, seconds))
 
     async def _send(self, manifest: bytes, data: memoryview, local_seconds: float, seconds: float) -> Sent:
-        """Sends a manifest and its bytes; `local_seconds`: the longest time of allocating or applying. Raises AioRpcError, UnreachableError."""
+        """Sends a manifest and bytes; `local_seconds`: the limit to allocate or apply. Raises AioRpcError, UnreachableError."""
         assert self._channel is not None
         size, limits = len(data), self._limits
         call = self._channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=seconds)

@@ -2,8 +2,8 @@
 
 Invariant:
 - A replica is moved to the version that is the target when its turn comes; versions in between are skipped.
-- A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted. What
-  fails while the learner has the replicas' devices is no failure.
+- A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is
+  attempted. What fails while the learner has the replicas' devices is no failure.
 - A replica that cannot map the arena receives its versions by stream: see `streams`.
 """
 

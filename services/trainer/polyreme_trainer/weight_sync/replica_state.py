@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Transfer:
     """How a version reached a replica: `arena` (mapped, 0 bytes sent), `stream` (whole) or `delta`, and for a delta what it cost.
 
-    `bytes`: sent by the trainer. `relayed_bytes`: sent by the replica `source`. `hops`: transfers from the trainer to this replica.
-    `density`: fraction of the elements in a delta. `encode_seconds`: on the trainer. `apply_seconds`: on the replica, verification included.
-    Of a version of several parts: see `total`.
+    `bytes`: sent by the trainer. `relayed_bytes`: sent by the replica `source`. `hops`: transfers from the trainer to this
+    replica. `density`: fraction of the elements in a delta. `encode_seconds`: on the trainer. `apply_seconds`: on the replica,
+    verification included. Of a version of several parts: see `total`.
     """
 
     path: str
@@ -37,8 +37,8 @@ class Transfer:
 def total(parts: Sequence[Transfer], sizes: Sequence[int]) -> Transfer:
     """The transfer of a version from those of its parts, none of them mapped. Bytes and seconds are added.
 
-    It is a `delta` if one part is. `density` is the mean over the parts by `sizes`, their bytes; a whole part has density 1. `hops` is
-    the largest, and `source` has all names, separated by commas.
+    It is a `delta` if one part is. `density` is the mean over the parts by `sizes`, their bytes; a whole part has density 1.
+    `hops` is the largest, and `source` has all names, separated by commas.
     """
     deltas = [part for part in parts if part.path == "delta"]
     relayed = [part.relayed_bytes for part in parts if part.relayed_bytes is not None]
@@ -59,7 +59,7 @@ def total(parts: Sequence[Transfer], sizes: Sequence[int]) -> Transfer:
 class Commit:
     """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it.
 
-    `canary_difference`: mean absolute difference between the replica's and the learner's log-probabilities, in nats; None: not compared.
+    `canary_difference`: mean absolute difference of the replica's and learner's log-probabilities, in nats; None: not compared.
     """
 
     replica: str

@@ -1,11 +1,11 @@
 """Which replicas there are, which version they should serve, and which arena slot training may write next.
 
 Invariant:
-- Every live replica has one task that keeps it at the target version, each at its own pace: see `replica_push`. The target is the newest
-  version; while a version is held for its evaluation, it replaces the newest one.
-- A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost its lease,
-  or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
-  that blocks training is interrupted much earlier, and restarted.
+- Every live replica has one task that keeps it at the target version, each at its own pace: see `replica_push`. The target is the
+  newest version; while a version is held for its evaluation, it replaces the newest one.
+- A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost
+  its lease, or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten
+  bytes.) A stream that blocks training is interrupted much earlier, and restarted.
 """
 
 import asyncio
@@ -167,7 +167,7 @@ class ReplicaSync:
         return replica.lease.address if replica and not replica.quarantined else None
 
     async def acquire_slot(self, seconds: float) -> int:
-        """A slot that no replica reads. After the deadline the replicas that block it are interrupted, which counts as a failed swap.
+        """A slot that no replica reads. After the deadline replicas that block it are interrupted, which counts as a failed swap.
 
         The deadline is `seconds` plus the longest time of staging the newest version.
         """
@@ -201,7 +201,8 @@ class ReplicaSync:
         commits = await self._changes.wait_until(there, seconds)
         if commits is None:
             states = [
-                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: {r.last_error}"
+                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: "
+                f"{r.last_error}"
                 for name, r in self.replicas.items()
             ]
             raise UnavailableError(

@@ -1,9 +1,9 @@
 """Brings versions to replicas that cannot map the arena: every part as a delta where there is one, else whole.
 
 Invariant:
-- All parts that a replica receives are of one version. It takes the target version at its own start, and again when a stream of another
-  part begins while nothing holds the version's slot.
-- The slot, on every machine, is not written from the first whole stream until all parts have arrived, unless training interrupts it.
+- All parts that a replica receives are of one version. It takes the target version at its own start, and again when a stream of
+  another part begins while nothing holds the version's slot.
+- The slot, on every machine, is not written from the first whole stream until all parts arrive, unless training interrupts it.
 - Each part comes from its machine or from a replica, on its own: see `part_streams`.
 """
 

@@ -11,7 +11,7 @@ from polyreme.weights.manifest import RemotePart
 
 @dataclass(frozen=True)
 class Version:
-    """A version, and its canary, if it has one. `manifest`, `generation`: of this machine's part; `parts`: those on other machines."""
+    """A version and its canary, if any. `manifest`, `generation`: of this machine's part; `parts`: those on other machines."""
 
     manifest: pb.Manifest
     slot: int

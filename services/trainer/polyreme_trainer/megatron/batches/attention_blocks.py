@@ -1,11 +1,11 @@
 """Plans the padded blocks in which attention runs where no kernel takes packed sequences: on CPU, and in float32.
 
-A block has pieces: consecutive queries of a sequence, which attend to their own keys causally and to keys before them. A sequence is one piece;
-with a window it is cut, and a piece has as many queries as the window. So work and memory grow with the window and not with the square of the
-length.
+A block has pieces: consecutive queries of a sequence, which attend to their own keys causally and to keys before them. A sequence
+is one piece; with a window it is cut, and a piece has as many queries as the window. So work and memory grow with the window and
+not with the square of the length.
 
-Invariant: the plan depends only on the sequences' lengths and the width of the queries, so every rank and the memory estimate get the same
-plan. This module imports no torch.
+Invariant: the plan depends only on the sequences' lengths and the width of the queries, so every rank and the memory estimate get
+the same plan. This module imports no torch.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 CALL_FLOPS = 1e7
-"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU. It
-affects only speed: on a faster device there are more calls than optimal."""
+"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on
+CPU. It affects only speed: on a faster device there are more calls than optimal."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def plan_pieces(pieces: Pieces, features: int, window: int | None, runs: tuple[i
 def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
     """Splits sequences into blocks of least cost, longest first: the indices of each block's sequences.
 
-    A block of n sequences, padded to the width w, costs 7 n w^2 floating-point operations for each feature of the queries, forwards and
-    backwards, because a causal mask leaves half of the scores, and in addition CALL_FLOPS. The minimum is exact: a dynamic programme over the cuts
-    between different lengths.
+    A block of n sequences, padded to the width w, costs 7 n w^2 floating-point operations for each feature of the queries,
+    forwards and backwards, because a causal mask leaves half of the scores, and in addition CALL_FLOPS. The minimum is exact: a
+    dynamic programme over the cuts between different lengths.
     """
     different, counts = np.unique(lengths, return_counts=True)
     widths, before = different[::-1].astype(np.float64), np.concatenate([[0], np.cumsum(counts[::-1])])
@@ -89,7 +89,7 @@ def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
 
 
 def spread_positions(tokens: int, longest: int, features: int) -> tuple[int, int]:
-    """The positions of all blocks, and the tokens in them, of sequences with evenly spread lengths from 1 to `longest` and about `tokens` tokens."""
+    """The positions and tokens of all blocks of sequences of evenly spread lengths 1 to `longest` and about `tokens` tokens."""
     count = max(1, round(2 * tokens / (longest + 1)))
     lengths = np.linspace(longest, 1, count).round().astype(np.int64)
     blocks = [lengths[part] for part in plan_blocks(lengths, features)]

@@ -22,8 +22,8 @@ class Blocks:
 
     Attributes:
         shapes: rows and width of each block.
-        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p = t, and the
-            positions are the tokens in their order.
+        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p =
+            t, and the positions are the tokens in their order.
         scatter: int64 [t], each token's position.
     """
 
@@ -39,8 +39,8 @@ class Layout:
     Attributes:
         blocks: the blocks of the queries.
         keys: int64 [p], the key of the query at each position. None: queries and keys are of the same tokens.
-        before: int64, the keys before the pieces of each block that has such, [rows, width] each, one block after the other; the last one is
-            that before the piece. A row with fewer repeats its first one.
+        before: int64, the keys before the pieces of each block that has such, [rows, width] each, one block after the other; the
+            last one is that before the piece. A row with fewer repeats its first one.
         widths: this width of each block; 0: its pieces see only their own keys.
         seen: the mask of each block's keys before, bool, [queries, width] or [rows, 1, 1, width]; None: all are seen.
     """
@@ -53,14 +53,14 @@ class Layout:
     _masks: dict[tuple[int, bool, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, number: int, dtype: torch.dtype) -> Tensor | None:
-        """The mask `seen` of a block, to add to scores; None: all are seen. All layers share it, because torch saves it for the backward pass."""
+        """A block's mask `seen`, to add to scores; None: all seen. All layers share it: torch saves it for the backward pass."""
         seen = self.seen[number]
         if seen is not None and (number, False, dtype) not in self._masks:
             self._masks[number, False, dtype] = _scores(seen, dtype)
         return None if seen is None else self._masks[number, False, dtype]
 
     def whole_mask(self, number: int, dtype: torch.dtype) -> Tensor:
-        """The mask of a block's keys before and own keys, [queries, width + queries] or [rows, 1, queries, width + queries], to add to scores."""
+        """The mask of a block's keys before and own keys, [queries, width + queries] or [rows, 1, the same], to add to scores."""
         if (number, True, dtype) not in self._masks:
             queries, width, seen = self.blocks.shapes[number][1], self.widths[number], self.seen[number]
             own = torch.ones(queries, queries, dtype=torch.bool, device=self.before.device).tril_()

@@ -1,7 +1,7 @@
 """Plans micro-batches of packed sequences of uneven length. The planning is pure and the same on every rank.
 
-Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, and is never split. A loss gets the
-trained tokens of a micro-batch as flat arrays.
+Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, and is never split. A loss
+gets the trained tokens of a micro-batch as flat arrays.
 """
 
 import heapq
@@ -29,11 +29,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of training a sequence. The unit is the cost of one token in all matrix products with weights, forwards and backwards.
+    """The cost of training a sequence. The unit is one token's cost in all matrix products with weights, forwards and backwards.
 
     Attributes:
-        attention: the cost of attention for each pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times what
-            `cost_of` computes.
+        attention: its cost per pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times that of `cost_of`.
     """
 
     attention: float = 0.0
@@ -46,8 +45,8 @@ class Cost:
 def cost_of(arch: Architecture) -> Cost:
     """The cost that follows from a model's floating-point operations (Narayanan et al. 2021, without their recomputation).
 
-    A token takes 6 for each weight that it uses. A sequence of L tokens takes 6 L^2 for each feature of the queries in each layer, because a
-    causal mask leaves half of the scores. Layers with a window are not counted: their cost grows with L.
+    A token takes 6 for each weight that it uses. A sequence of L tokens takes 6 L^2 for each feature of the queries in each
+    layer, because a causal mask leaves half of the scores. Layers with a window are not counted: their cost grows with L.
     """
     weights = arch.active_parameters
     return Cost((arch.layers - sum(arch.sliding)) * arch.queries / weights)
@@ -57,15 +56,15 @@ def cost_of(arch: Architecture) -> Cost:
 class Sequences:
     """n sequences of token ids, each a prompt with its response, and the mask of the trained tokens.
 
-    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction, t in all;
-    the entries of sequence i are at `offsets[i]:offsets[i + 1]`.
+    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction,
+    t in all; the entries of sequence i are at `offsets[i]:offsets[i + 1]`.
 
     Attributes:
         ids: int64 [L] each, L >= 1.
         mask: float32 [t], 1 where the predicted token is trained on.
         together: the number of consecutive sequences, counted from the first, that stay in one micro-batch.
-        routes: for each sequence, the experts that sampled its last tokens, integers [tokens, layers, top_k]: those of the forward pass that
-            predicted each; -1: unknown. None: all unknown.
+        routes: for each sequence, the experts that sampled its last tokens, integers [tokens, layers, top_k]: those of the
+            forward pass that predicted each; -1: unknown. None: all unknown.
     """
 
     ids: Sequence[IntArray]
@@ -109,8 +108,8 @@ def with_end(sequences: Sequences) -> Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over the t tokens of packed sequences, all except each sequence's last, see `pack`. Padding is at the end, with target
-    IGNORE.
+    """One forward pass over the t tokens of packed sequences, all except each sequence's last, see `pack`. Padding is at the end,
+    with target IGNORE.
 
     Attributes:
         indices: int64 [b], indices of the sequences.
@@ -120,7 +119,7 @@ class MicroBatch:
         tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the order of `targets`.
         sequence: int64 [k], the number of each trained token's sequence among `indices`.
         padding: the number of positions of `ids` that are padding, because there are no tokens or by alignment.
-        routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where it is unknown. None: everywhere.
+        routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where unknown. None: everywhere.
         runs: the number of trained tokens of each run of sequences, see `pack`; empty without runs.
     """
 
@@ -140,7 +139,7 @@ class MicroBatch:
 
 
 def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], together: int = 1) -> Sequences:
-    """Supervised rows as sequences. `ids` is int32 [length] each; `loss_mask` is uint8 [length] each, 1 where the token is trained on."""
+    """Supervised rows as sequences. `ids` is int32 [length] each; `loss_mask` is uint8 [length] each, 1 for trained tokens."""
     mask = np.concatenate([x[1:] for x in loss_mask]).astype(np.float32)
     return Sequences([x.astype(np.int64) for x in ids], mask, together)
 
@@ -166,10 +165,9 @@ def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -
 
 
 def share(costs: NDArray[np.float64], indices: IntArray, ranks: int) -> list[IntArray]:
-    """The share of `indices` of each data-parallel rank: the costliest remaining sequence goes to the rank with the least cost (Graham 1969).
+    """Each data-parallel rank's share of `indices`: the costliest sequence left goes to the rank with least cost (Graham 1969).
 
-    The totals of two ranks differ by at most the costliest sequence. Of equal ranks the first one is taken, so the result is the same
-    everywhere.
+    Two ranks' totals differ by at most the costliest sequence. Of equal ranks the first is taken, so all get the same result.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]  # a heap of costs and ranks
@@ -185,7 +183,7 @@ def plan_ranks(
 ) -> list[list[IntArray]]:
     """The micro-batches of every data-parallel rank, as many on each, because ranks may exchange tensors within a micro-batch.
 
-    A rank whose own plan has fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
+    A rank that plans fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
 
     Args:
         tokens, costs: the tokens and the cost of each sequence.
@@ -207,11 +205,11 @@ def plan_ranks(
 def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list[IntArray]:
     """Cuts `indices`, in order of decreasing length, into the least number of micro-batches of at most `budget` tokens.
 
-    Of such cuts it takes the one whose largest micro-batch is smallest, so that memory and a pipeline's stages are used evenly. A sequence of
-    more than `budget` tokens forms its own micro-batch.
+    Of such cuts it takes the one whose largest micro-batch is smallest, so that memory and a pipeline's stages are used evenly. A
+    sequence of more than `budget` tokens forms its own micro-batch.
 
     Returns:
-        Index arrays that together contain every index once, longest sequences first: attention pads sequences of similar length together.
+        Index arrays that together contain every index once, longest sequences first: attention pads similar lengths together.
     """
     order = indices[np.argsort(-tokens[indices], kind="stable")]
     before = np.concatenate([[0], np.cumsum(tokens[order])])
@@ -224,7 +222,7 @@ def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list
 
 
 def _cuts(before: IntArray, budget: int) -> list[int]:
-    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each sequence, then the total."""
+    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each, then the total."""
     starts, start = [], 0
     while start < len(before) - 1:
         starts.append(start)
@@ -244,8 +242,8 @@ def pack(
 
     Args:
         multiple: the number of positions is a multiple of this.
-        joins_beginnings: whether the tokens before a sequence's first trained prediction are there once for all sequences that begin with
-            them, see `PackedIds.places`.
+        joins_beginnings: whether the tokens before a sequence's first trained prediction are there once for all sequences that
+            begin with them, see `PackedIds.places`.
         runs: the number of sequences of each run that has adapters of its own. Empty: there is one run.
     """
     predictions = sequences.lengths[indices] - 1

@@ -1,7 +1,7 @@
 """Distributes the tokens of a micro-batch over context ranks.
 
-For c ranks a sequence is cut into 2 c pieces. Rank r has the pieces r and 2 c - 1 - r: an early one that attends to few tokens, and a late one
-that attends to many, so all ranks have the same amount of computation (Grattafiori et al. 2024, section 3.3.2).
+For c ranks a sequence is cut into 2 c pieces. Rank r has the pieces r and 2 c - 1 - r: an early one that attends to few tokens,
+and a late one that attends to many, so all ranks have the same amount of computation (Grattafiori et al. 2024, section 3.3.2).
 
 Invariant: every token is on exactly one rank, and all ranks have the same number of tokens. The module is pure.
 """
@@ -50,8 +50,8 @@ class Cut:
 def piece_ends(lengths: IntArray, ranks: int) -> IntArray:
     """The number of tokens before each of the 2 c pieces of each sequence, then its total: int64 [2 c + 1, sequences].
 
-    Pieces of a sequence differ by at most one token. The tokens that do not divide go to the ranks in turn, from sequence to sequence. So the
-    totals of two ranks differ by at most one token as well, and are equal when `ranks` divides the number of all tokens.
+    Pieces of a sequence differ by at most one token. The tokens that do not divide go to the ranks in turn, from sequence to
+    sequence. So two ranks' totals differ by at most one token too, and are equal when `ranks` divides the number of all tokens.
     """
     each, rest = np.divmod(lengths, 2 * ranks)
     turn, number = np.cumsum(rest) - rest, np.arange(ranks)[:, None]

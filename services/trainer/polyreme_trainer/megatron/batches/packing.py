@@ -1,10 +1,9 @@
 """Sequences in one row of tokens, one after the other, and the description of them that attention needs.
 
-Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is then computed
-once for all of them.
+Sequences that begin alike, as one prompt's samples do, may share these first tokens: all but attention is then computed once.
 
-Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
-at the end only, as a separate sequence. The queries of a sequence belong to the last of the tokens whose keys they see.
+Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment
+adds tokens at the end only, as a separate sequence. A sequence's queries belong to the last of the tokens whose keys they see.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ IntArray = NDArray[np.int64]
 
 
 ANGLES = 32
-"""The number of positions whose angles are computed is a multiple of this, so that an angle has the same cosine beside longer sequences."""
+"""Angles are computed for a multiple of this many positions, so that an angle has the same cosine beside longer sequences."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class PackedIds:
     Attributes:
         ids: int64 [t], all tokens.
         lengths: the number of tokens of each sequence, 1 or more.
-        places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the sequences have no
-            tokens in common, so the tokens are in this order.
+        places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the
+            sequences have no tokens in common, so the tokens are in this order.
         runs: the number of sequences of each run, whose attention is planned alone, see `shared_pass`. Empty: all are one run.
     """
 
@@ -47,7 +46,7 @@ class PackedIds:
 
     @classmethod
     def of_rows(cls, ids: Tensor) -> Self:
-        """The rows of int64 ids [b, s], each a sequence of s tokens. Its results have the rows' padding, if there is any, at the same places."""
+        """The rows of int64 ids [b, s], each a sequence. Its results have the rows' padding, if any, at the same places."""
         return cls(ids.reshape(-1), (ids.shape[1],) * ids.shape[0])
 
     @classmethod
@@ -108,8 +107,7 @@ class Packing(PackedSeqParams):
         key_lengths: the number of keys of each sequence.
         features: the width of all queries of this rank.
         runs: see `PackedIds`.
-        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the compute
-            dtype.
+        full, sliding: cos and sin of layers with full attention and with a window: [t, 1, features / 2] in the compute dtype.
         halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
         keys: for a half, the positions of its keys among the gathered keys.
         copies: the tokens that sequences have in common; None: there are none.

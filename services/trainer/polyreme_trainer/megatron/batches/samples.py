@@ -1,7 +1,7 @@
 """Converts the samples of an iteration's groups for their two readers: trajectories for the models, episodes for the algorithm.
 
-Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`. The offsets of the
-episodes are among those of their trajectories.
+Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`. The offsets of
+the episodes are among those of their trajectories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ def collect(
     greedy: bool = False,
     routes: Callable[[SampleRecord], Routes] | None = None,
 ) -> tuple[Sequences, TokenBatch]:
-    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch of their episodes.
+    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch of episodes.
 
     Args:
         part_weights: the weights of the reward's named parts, for algorithms that normalise each part; None leaves the parts out.

@@ -1,16 +1,16 @@
-"""Checkpoints: everything that the ranks need to continue as if they had never stopped. On the same layout the result is equal bit for bit,
-on any other layout up to rounding.
+"""Checkpoints: everything that the ranks need to continue as if they had never stopped. On the same layout the result is equal
+bit for bit, on any other layout up to rounding.
 
-A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on data rank 0
-the weights of its shard that training changes (in a model with adapters, only these). `rng-R.pt` has its random generators.
+A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on
+data rank 0 the weights of its shard that training changes (with adapters, only these). `rng-R.pt` has its random generators.
 `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every file, and its own digest.
 
-`begin`, `rank_contents`, `write` and `complete` are the parts of a save, see `checkpoint_writer`. `write` and `complete` use no collective, so a
-thread can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the directory, which all of
-them share.
+`begin`, `rank_contents`, `write` and `complete` are the parts of a save, see `checkpoint_writer`. `write` and `complete` use no
+collective, so a thread can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the
+directory, which all of them share.
 
-Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
-the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
+Invariant: a checkpoint is complete, as it is built under another name, synced and renamed. However damaged, a checkpoint never
+prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def rank_contents(roles: Sequence[AnyRole]) -> RankContents:
 
 
 def begin(path: Path, ranks: Ranks) -> Path:
-    """Creates the directory in which the ranks build the checkpoint `path`, and removes what interrupted saves have left. Collective.
+    """Creates the directory in which the ranks build the checkpoint `path`, and removes what interrupted saves left. Collective.
 
     Raises:
         OSError: it cannot be created. On rank 0; on the others, LeaderError.
@@ -161,14 +161,14 @@ def write(temporary: Path, own: RankContents) -> None:
 
 
 def give_up(temporary: Path, own: RankContents, error: OSError) -> None:
-    """Removes this rank's files, which may have filled the disk, and reports why they will not come to rank 0, which raises it."""
+    """Removes this rank's files, which may have filled the disk, and tells rank 0, which raises it, why they will not come."""
     for name in own.contents:
         (temporary / name).unlink(missing_ok=True)
     _write_receipt(temporary, own.rank, {"error": str(error)})
 
 
 def complete(temporary: Path, path: Path, own: RankContents, facts: CheckpointFacts, seconds: float) -> None:
-    """Publishes the checkpoint `path`, and replaces an existing one, once every rank has written its files. On rank 0, after `write`.
+    """Publishes the checkpoint `path`, replacing an existing one, once each rank has written its files. On rank 0, after `write`.
 
     Args:
         temporary: the directory that `begin` has created.
@@ -208,8 +208,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[AnyRole], loads: LoadReports = 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
 
     Args:
-        loads: provides for each role the function to call with the fraction of its kinds of state (weights, moments) that this rank has
-            restored.
+        loads: provides per role what to call with the fraction of its kinds of state (weights, moments) that this rank restored.
 
     Raises:
         ConfigError: the checkpoint has another dtype, other roles or other adapters.
@@ -288,7 +287,7 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None when its manifest is damaged, with the reason in the log. Raises ConfigError for another format."""
+    """A directory's checkpoint; None for a damaged manifest, with the reason logged. Raises ConfigError for another format."""
     try:
         fields = read_manifest(path)
     except ConfigError:  # of another format; it is a ValueError, too

@@ -1,10 +1,10 @@
 """Writes the checkpoints of iterations, of a warm start and of stages in the background, with the Hugging Face directory of each.
 
-`start` copies the state to host memory and returns. A thread of each rank writes it while training continues. Rank 0's thread writes the
-export and, once all ranks have written their files, the manifest; then it removes old checkpoints.
+`start` copies the state to host memory and returns. A thread of each rank writes it while training continues. Rank 0's thread
+writes the export and, once all ranks have written their files, the manifest; then it removes old checkpoints.
 
-Invariant: at most one save is being written, and it counts only after `finish` has returned it on every rank. An export is complete before
-its checkpoint. The error of a save that fails is raised by `finish`.
+Invariant: at most one save is being written, and it counts only after `finish` has returned it on every rank. An export is
+complete before its checkpoint. The error of a save that fails is raised by `finish`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class BackgroundWork(Generic[T]):
-    """Starts `work` at once, in a daemon thread of its own: work that never returns, as on a dead file system, keeps no process alive.
+    """Starts `work` at once, in its own daemon thread: work that never returns, as on a dead file system, keeps no process alive.
 
     Args:
         name: a description of the work, for the thread's name and for errors.
@@ -94,8 +94,7 @@ class Save:
         facts: returns JSON values for the manifest. Called in rank 0's thread.
         keep: number of checkpoints with the same prefix to keep.
         hf_path: the Hugging Face directory to write before the checkpoint; None: none.
-        exports: its models, by the name of their subdirectory; "" is the model itself. Their tensors do not change until the save is
-            finished. On rank 0 only.
+        exports: its models, by subdirectory; "" is the model. Their tensors do not change until the save ends. On rank 0 only.
         discard: removes what has become unnecessary, once the checkpoint is complete. Called in rank 0's thread.
     """
 

@@ -1,4 +1,4 @@
-"""The state of one role in files, also between two optimizer steps: what each rank saves of it, for the ranks of the same or of another layout.
+"""One role's state in files, also between optimizer steps: what each rank saves of it, for ranks of the same or another layout.
 
     layout.json             the numbers of ranks that saved
     state-R.safetensors     KIND/START/PARAMETER -> the elements of the flat parameter from START on that rank R saves
@@ -38,7 +38,7 @@ def write_parts(folder: Path, number: int, parts: Parts, layout: RankMesh) -> No
 
 
 def read_parts(folder: Path, arch: Architecture, here: Rank) -> tuple[Read, frozenset[str]]:
-    """What reads a directory for the rank `here`, and the kinds of state in it. `arch`: the table of the model's trained parameters."""
+    """What reads a directory for the rank `here`, and the kinds of state in it. `arch`: the table of trained parameters."""
     layout = RankMesh(**json.loads((folder / _LAYOUT).read_text()))
     sources = layout.files(here)
     numbers = sorted({number for source in sources for number in (*source.numbers, *source.expert_numbers)})

@@ -1,8 +1,8 @@
 """The files of a run or a stage in its directory: checkpoints for resuming, and Hugging Face directories of the same weights.
 
-Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint of a run has one. Version 0's directory
-is never removed: it is the reference policy, and every checkpoint has its digest. A resume continues only with the frozen weights, for the
-same use, with which the checkpoint was trained.
+Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint of a run has one. Version 0's
+directory is never removed: it is the reference policy, and every checkpoint has its digest. A resume continues only with the
+frozen weights, for the same use, with which the checkpoint was trained.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ FROZEN = "frozen"
 class FrozenWeights:
     """Digests of directories of weights that training reads but does not change: a checkpoint has these in place of their bytes.
 
-    A directory is read once, on rank 0, in a thread: that of a save, or one beside the heartbeat that keeps the other ranks waiting.
+    A directory is read once, on rank 0, in a thread: that of a save, or one beside the heartbeat that keeps other ranks waiting.
 
     Args:
         ranks: the learner's ranks.
@@ -41,7 +41,7 @@ class FrozenWeights:
         self._digests: dict[Path, str] = {}
 
     def record(self, directories: Mapping[str, Path]) -> dict[str, str]:
-        """The digest of every directory, by its use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
+        """The digest of each directory, by use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
         return {use: self._digest(directory) for use, directory in directories.items()}
 
     def check(self, directories: Mapping[str, Path], recorded: Mapping[str, str]) -> None:
@@ -56,7 +56,8 @@ class FrozenWeights:
                 raise ConfigError(
                     f"frozen weights of {_names(recorded)}, as in the checkpoint",
                     f"of {_names(directories)}",
-                    "Set trainer.lora, trainer.critic and the reference as they were, or start from the checkpoint's Hugging Face export.",
+                    "Set trainer.lora, trainer.critic and the reference as they were, "
+                    "or start from the checkpoint's Hugging Face export.",
                 )
             for use, directory in directories.items():
                 if (found := await asyncio.to_thread(self._digest, directory)) != recorded[use]:
@@ -232,8 +233,8 @@ class RunSaves(Saves):
     def _check(self, facts: CheckpointFacts) -> None:
         """Also raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
-        The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise
-        from the actor's frozen weights.
+        The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export,
+        otherwise from the actor's frozen weights.
         """
         super()._check(facts)
         trainer = self._trainer
@@ -243,7 +244,8 @@ class RunSaves(Saves):
             raise ConfigError(
                 f"{expected}, as in the run that saved the checkpoint",
                 found,
-                "With adapters, a warm start decides the weights of the reference and of the critic: set trainer.sft as it was in that run.",
+                "With adapters, a warm start decides the weights of the reference and of the critic: "
+                "set trainer.sft as it was in that run.",
             )
 
     @property

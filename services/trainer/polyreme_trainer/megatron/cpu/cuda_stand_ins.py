@@ -1,7 +1,6 @@
 """Lets megatron-core, which requests CUDA by name, run in a process without CUDA.
 
-Invariant: importing this module changes nothing. Only a process whose device is the CPU installs the stand-ins, and it keeps them until it
-ends.
+Invariant: importing this module changes nothing. Only a process on the CPU installs the stand-ins, and keeps them until it ends.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Runs calls that request device cuda on the CPU. A tensor's `type()` returns the CUDA name that megatron-core compares with."""
+    """Runs calls for device cuda on the CPU. A tensor's `type()` returns the CUDA name that megatron-core compares with."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,7 +46,7 @@ def install_cuda_stand_ins() -> None:
     from polyreme_trainer.megatron.cpu import uneven_parts
     from polyreme_trainer.megatron.mcore import MoEAlltoAllTokenDispatcher, mappings, random_states
 
-    # A recomputed layer saves and restores the generators. There is no CUDA generator to restore, and torch would queue each call.
+    # A recomputed layer saves and restores the generators. There is none of CUDA to restore, and torch would queue each call.
     random_states._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
     random_states._set_cuda_rng_state = lambda *arguments, **options: None
     mappings._gather_along_first_dim = uneven_parts.gather
@@ -59,7 +58,7 @@ def install_cuda_stand_ins() -> None:
 def _counts_as_lists(
     dispatcher: "MoEAlltoAllTokenDispatcher", point: str, tokens_per_expert: Tensor | None = None
 ) -> Tensor | None:
-    """Returns the numbers of tokens that this expert rank sends and receives as lists, where megatron-core would copy them to the CPU."""
+    """Returns how many tokens this expert rank sends and receives, as lists, where megatron-core would copy them to the CPU."""
     if point == dispatcher.cuda_dtoh_point:
         dispatcher.input_splits, dispatcher.output_splits = dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()
     return tokens_per_expert
@@ -68,8 +67,8 @@ def _counts_as_lists(
 def keep_freed_memory() -> None:
     """Makes glibc reuse freed blocks instead of returning them to the kernel.
 
-    Training constantly allocates and frees activations of several MiB. By default each allocation is a new mapping whose pages the kernel
-    zeroes at the first access, which takes longer than the arithmetic on them.
+    Training constantly allocates and frees activations of several MiB. By default each allocation is a new mapping whose pages
+    the kernel zeroes at the first access, which takes longer than the arithmetic on them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

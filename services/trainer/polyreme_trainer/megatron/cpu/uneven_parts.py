@@ -1,4 +1,4 @@
-"""Exchanges between tensor ranks with parts of different lengths. They replace megatron-core's, since gloo's collectives need equal parts.
+"""Exchanges between tensor ranks with parts of different lengths. They replace megatron-core's, since gloo needs equal parts.
 
 Invariant: a sum adds the ranks' parts in the order of the ranks, so the result is reproducible bit by bit.
 """
@@ -15,7 +15,7 @@ _gather_equal, _reduce_scatter_equal = mappings._gather_along_first_dim, mapping
 def gather(
     part: Tensor, group: ProcessGroup, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """All ranks' parts, one after the other along the first dimension. output_split_sizes: each part's length; None for equal ones."""
+    """All ranks' parts, in order along the first dimension. output_split_sizes: each part's length; None for equal ones."""
     if output_split_sizes is None or group.size() == 1:
         return _gather_equal(part, group, None, use_global_buffer)
     ranks = group.size()

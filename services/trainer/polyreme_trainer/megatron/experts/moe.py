@@ -29,8 +29,8 @@ from polyreme_trainer.megatron.mcore import (
 
 
 class ExpertRouter(TopKRouter):
-    """The logits are a product in the dtype of the model, or in fp32 for scores that are sigmoids, as in transformers and vLLM; all that follows
-    is fp32. With such scores the router has an expert bias, which is added to them for the choice only.
+    """The logits are a product in the dtype of the model, or in fp32 for scores that are sigmoids, as in transformers and vLLM;
+    all that follows is fp32. With such scores the router has an expert bias, which is added to them for the choice only.
 
     Attributes:
         trace: the state that the routers of the model share, see `install_routing`.
@@ -60,7 +60,7 @@ class ExpertRouter(TopKRouter):
         return self.trace.record_and_attach_loss(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
 
     def _apply_expert_bias(self, *arguments: object, **options: object) -> None:
-        """Does nothing: `Routing` counts the choices. megatron-core's method also does nothing, but its first call compiles it for seconds."""
+        """Does nothing: `Routing` counts the choices. megatron-core's does no more, but its first call compiles for seconds."""
 
 
 class _WideProduct(Function):
@@ -116,8 +116,8 @@ def experts(mlp: MLPSubmodules) -> ModuleSpec:
 def options(arch: Architecture, here: Rank) -> dict[str, object]:
     """The fields of megatron-core's TransformerConfig that describe router and experts; none for a dense model.
 
-    megatron-core trains experts over several tensor ranks only together with sequence parallelism. Expert ranks exchange tokens by
-    all-to-all, because their micro-batches have different numbers of tokens.
+    megatron-core trains experts over several tensor ranks only together with sequence parallelism. Expert ranks exchange tokens
+    by all-to-all, because their micro-batches have different numbers of tokens.
     """
     if not arch.experts:
         return {}
@@ -130,7 +130,7 @@ def options(arch: Architecture, here: Rank) -> dict[str, object]:
         "moe_shared_expert_gate": any(row.param == SHARED_GATE for row in arch.family.layer),
         "moe_router_score_function": arch.family.scores,
         "moe_router_topk_scaling_factor": None if arch.routed_scale == 1 else arch.routed_scale,
-        "moe_router_pre_softmax": not arch.renormalizes,  # a softmax over only the chosen experts equals softmax, then renormalization
+        "moe_router_pre_softmax": not arch.renormalizes,  # a softmax over only the chosen equals softmax, then renormalization
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall" if here.ep > 1 or here.etp > 1 else "allgather",

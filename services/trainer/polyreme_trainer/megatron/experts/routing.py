@@ -1,16 +1,16 @@
 """The routers of one model on one rank: their statistics and the losses that balance them.
 
-The balancing loss of an optimizer step is, averaged over the layers, experts x sum over experts e of f_e P_e: f_e is the number of choices of e
-per token, P_e the mean of its probability (Fedus et al. 2021, equations 4 to 6, with f of the whole step as in Qiu et al. 2025). With f known,
-this is a sum over tokens. So a step first counts the choices in a separate forward pass, then each token adds its part of the loss. The z-loss
-is the mean square of the log-sum-exp of a token's router logits (Zoph et al. 2022, equation 5). The probabilities of a router whose scores are
-sigmoids are these scores, divided by their sum.
+The balancing loss of an optimizer step is, averaged over the layers, experts x sum over experts e of f_e P_e: f_e is the number
+of choices of e per token, P_e the mean of its probability (Fedus et al. 2021, equations 4 to 6, with f of the whole step as in
+Qiu et al. 2025). With f known, this is a sum over tokens. So a step first counts the choices in a separate forward pass, then
+each token adds its part of the loss. The z-loss is the mean square of the log-sum-exp of a token's router logits (Zoph et al.
+2022, equation 5). The probabilities of a router whose scores are sigmoids are these scores, divided by their sum.
 
-An expert bias balances without a loss: after each optimizer step, those of the experts that fewer tokens than the mean chose grow by the update
-rate, and the others shrink by it (Wang et al. 2024, algorithm 1).
+An expert bias balances without a loss: after each optimizer step, those of the experts that fewer tokens than the mean chose grow
+by the update rate, and the others shrink by it (Wang et al. 2024, algorithm 1).
 
-Invariant: padding is neither counted nor balanced, and every token counts once, even if activations are recomputed. Metrics and gradients of a
-step are sums over its tokens, so they depend neither on the layout nor on micro-batches. The same holds for the new expert biases.
+Invariant: padding is neither counted nor balanced, and every token counts once, even with recomputed activations. Metrics and
+gradients of a step are sums over its tokens, so neither they nor the new expert biases depend on the layout or on micro-batches.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ class Rows:
 
     Attributes:
         real: bool [rows], whether a position holds a token.
-        routes: int64 [rows, expert layers, top_k], the experts to which a position goes; -1 where the router decides. None: it decides everywhere.
+        routes: int64 [rows, expert layers, top_k], the experts of a position; -1 where the router decides. None: everywhere.
     """
 
     real: Tensor
@@ -47,8 +47,8 @@ class Rows:
 
 
 class Replayed:
-    """Replaces the choice of the most probable experts, with the interface of megatron-core's RouterReplay (Ma et al. 2025). The router still
-    computes the weights.
+    """Replaces the choice of the most probable experts, with the interface of megatron-core's RouterReplay (Ma et al. 2025). The
+    router still computes the weights.
 
     Args:
         routes: int64 [rows, top_k], as in `Rows`.
@@ -75,8 +75,7 @@ class Routing:
         device: the device of the model.
 
     Attributes:
-        biases: the expert bias of each of this rank's layers that has one, fp32 [experts], by the layer's number among those with experts in the
-            whole model.
+        biases: the expert biases that this rank's layers have, fp32 [experts], by the number among the model's expert layers.
     """
 
     def __init__(self, arch: Architecture, here: Rank, recomputes: bool, device: torch.device) -> None:
@@ -90,18 +89,18 @@ class Routing:
         self._waiting: dict[int, deque[Rows | None]] = {}
         self._tokens = 0
         self._choices: Tensor | None = None
-        """fp32 [expert layers, experts], the number of times that each expert is chosen per token of the step; None when they were not counted."""
+        """fp32 [expert layers, experts], how often each expert is chosen per token of the step; None when not counted."""
         self._observed = torch.zeros(arch.expert_layers, 2 * arch.experts + 1, dtype=torch.float64, device=device)
-        """For each layer with experts in the last step: the choices of every expert, the sums of its probabilities, and the sum of squared log-sum-exps."""
+        """By expert layer, of the last step: each expert's choices and probability sum, and the sum of squared log-sum-exps."""
 
     def balance(self, moe: MoeConfig) -> None:
-        """Sets the coefficients and the rate. The balancing loss has the coefficient of the model's config.json unless one is configured."""
+        """Sets the coefficients and the rate. The balancing loss has the coefficient of config.json unless one is configured."""
         self.aux_coef = self.arch.aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         self.z_coef, self.bias_rate = moe.z_loss_coef, moe.bias_update_rate
 
     @property
     def balances(self) -> bool:
-        """Whether an optimizer step changes the routers' choices for their balance, so that tokens without another loss count, too."""
+        """Whether an optimizer step changes the routers' choices for their balance, so tokens without another loss count too."""
         return bool(self.aux_coef or self.z_coef or self.bias_rate)
 
     @contextmanager
@@ -122,7 +121,7 @@ class Routing:
         self._rows = Rows(self._mine(batch.real, cut), routes)
 
     def _mine(self, rows: Tensor, cut: Cut | None) -> Tensor:
-        """This rank's part of the rows: with sequence parallelism, each tensor rank has an equal run of the context rank's positions."""
+        """This rank's rows: with sequence parallelism, each tensor rank has an equal run of the context rank's positions."""
         mine = rows if cut is None else rows.index_select(0, cut.tokens)
         return mine.chunk(self.here.tp)[self.here.tp_rank]
 
@@ -159,8 +158,7 @@ class Routing:
             sum_over(self._observed, parallel_state.get_tensor_and_context_parallel_group())
 
     def rows(self, layer: int) -> Rows | None:
-        """The rows that the router of `layer` computes now. Backward passes recompute a layer's micro-batches in the order of their forward
-        passes."""
+        """The rows that `layer`'s router computes now. Backward passes recompute a layer's micro-batches in forward order."""
         if self._phase != "train" or not self.recomputes:
             return self._rows
         waiting = self._waiting.setdefault(layer, deque())
@@ -170,7 +168,7 @@ class Routing:
         return self._rows
 
     def record_and_attach_loss(self, layer: int, rows: Rows | None, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
-        """Adds a router's decisions to the statistics. Returns `probs`; differentiating the result also differentiates the losses of the tokens.
+        """Adds a router's decisions to statistics. Returns `probs`; differentiating them also differentiates the tokens' losses.
 
         Args:
             layer: the layer's number among those with experts in the whole model, from 0.
@@ -205,7 +203,7 @@ class Routing:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """Updates the expert biases of this rank's layers, after an optimizer step. A step without tokens does not change them."""
+        """Updates the expert biases of this rank's layers after an optimizer step. A step without tokens does not change them."""
         if not self.bias_rate:
             return
         for layer, bias in self.biases.items():

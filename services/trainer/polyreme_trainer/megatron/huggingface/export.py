@@ -1,5 +1,5 @@
-"""Exports a policy as a Hugging Face directory that transformers and vLLM load, with its critic, its moving average and its adapters as
-subdirectories.
+"""Exports a policy as a Hugging Face directory that transformers and vLLM load, with its critic, its moving average and its
+adapters as subdirectories.
 
 Invariant: an exported directory is complete, including its subdirectories.
 """
@@ -23,7 +23,7 @@ EMA = "ema"
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """The fields of config.json with the number of layers for multi-token prediction (MTP)."""
 ADAPTER = "adapter"
-"""The directory of the adapters in PEFT's format. In the policy's directory itself, transformers would add them to the merged weights."""
+"""The adapters' directory in PEFT format. In the policy's directory itself, transformers would add them to the merged weights."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Export:
     """A model to export.
 
     Attributes:
-        tensors: every whole Hugging Face tensor, without aliases (a tied lm_head follows from the config). The first one has the model's dtype.
-            They may be views into an arena slot.
+        tensors: every whole Hugging Face tensor, without aliases (a tied lm_head follows from the config). The first one has the
+            model's dtype. They may be views into an arena slot.
         model_files: config.json and the tokenizer's files by name, from the run's start.
         adapter: the adapters, which `tensors` already contains.
     """
@@ -83,8 +83,7 @@ def classifier_config(config: bytes) -> bytes:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json with the dtype of the exported weights, under the key that it already uses, and without MTP layers, which are not
-    exported."""
+    """config.json with the exported weights' dtype, under its present key, and without MTP layers, which are not exported."""
     fields = json.loads(config)
     fields |= dict.fromkeys(fields.keys() & MTP_LAYERS, 0)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype

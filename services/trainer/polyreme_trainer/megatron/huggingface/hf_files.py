@@ -1,7 +1,6 @@
-"""Reads the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing. It also writes one.
+"""Reads and writes the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing.
 
-Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser. A file that cannot be written raises
-OSError.
+Invariant: a missing or damaged file raises ConfigError that names it, never a parser error. An unwritable file raises OSError.
 """
 
 import contextlib
@@ -49,8 +48,8 @@ class HfTensors(LazyTensors):
         self._path, self._files = path, files
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], unread: tuple[str, ...] = ()) -> None:
-        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Another bias in
-        the choice of experts is refused, because without it other experts would be chosen. `unread`: the starts of names that no model reads.
+        """Raises ConfigError unless each tensor of `shapes` exists in its shape, and each stored alias equals its tensor. Another
+        bias for choosing experts is refused: without it, others would be chosen. `unread`: starts of names that no model reads.
         """
         for name in self._files:
             if name.endswith(EXPERT_BIASES) and name not in shapes and not name.startswith(unread):

@@ -1,13 +1,12 @@
 """The mapping between megatron-core's parameters and Hugging Face tensors, for any tensor, pipeline and expert rank.
 
-Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` hold the same numbers.
+Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` are equal.
 
-Invariant: over all ranks, the primary slices cover every element of every Hugging Face tensor exactly once. The module is pure and imports
-no torch.
+Invariant: over all ranks, primary slices cover every Hugging Face tensor exactly once. The module is pure and imports no torch.
 
 How megatron-core stores tensors that Hugging Face keeps separate (rows are output features):
-- `linear_qkv`: for each key-value group its query heads, then its key head, then its value head. The rows of all groups are split into
-  `tp` equal runs. With more ranks than groups, a run may start and end inside a group.
+- `linear_qkv`: for each key-value group its query heads, then its key head, then its value head. The rows of all groups are split
+  into `tp` equal runs. With more ranks than groups, a run may start and end inside a group.
 - `linear_fc1`: on each rank, the rank's gate rows, then its up rows.
 - Embedding and output rows are padded with rows that no token uses, so that they divide evenly.
 """
@@ -37,8 +36,8 @@ Index = tuple[slice, ...]
 class Slice:
     """`param[param_index]` of one rank is `hf[hf_index]` of the whole model.
 
-    `primary` is False for a copy whose original another rank writes: a replicated parameter on tensor or expert ranks after the first, and
-    the output layer's copy of a tied embedding on the last pipeline stage.
+    `primary` is False for a copy whose original another rank writes: a replicated parameter on tensor or expert ranks after the
+    first, and the output layer's copy of a tied embedding on the last pipeline stage.
     """
 
     param: str
@@ -54,10 +53,10 @@ class Rank:
 
     Args:
         vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
-        etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor ranks cut
-            experts like all other matrices.
-        vpp: the number of virtual stages of each pipeline stage. The first virtual stages of all pipeline stages have the model's first layers,
-            the second virtual stages have the next, and so on. A rank's layer numbers continue from one virtual stage to the next.
+        etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor
+            ranks cut experts like all other matrices.
+        vpp: the number of virtual stages per pipeline stage. The first virtual stages of all pipeline stages have the model's
+            first layers, the second have the next, and so on. A rank's layer numbers continue from one virtual stage to the next.
     """
 
     tp_rank: int = 0
@@ -83,13 +82,13 @@ class Rank:
 
     @property
     def places(self) -> int:
-        """The number of ranks that together hold all of a stage: the first of its ranks. Every later rank has a copy of one of their parts."""
+        """The number of ranks that together hold a stage: the first of its ranks. Later ranks have copies of their parts."""
         return max(self.tp, self.expert_places)
 
     @property
     def place(self) -> int:
-        """The number of the rank among them. Tensor ranks are adjacent, and so are the ranks that cut an expert. The groups with different
-        experts follow each other."""
+        """The number of the rank among them. Tensor ranks are adjacent, and so are the ranks that cut an expert. The groups with
+        different experts follow each other."""
         if self.expert_places < self.tp:
             return self.tp_rank
         return self.expert_cut.tp_rank + self.expert_cut.tp * self.ep_rank
@@ -101,13 +100,13 @@ class Rank:
 
     @property
     def micro_batch_group(self) -> int:
-        """The number of micro-batches of a pass through the stages is a multiple of this: a rank with several virtual stages takes
-        one micro-batch for each pipeline stage through one of them, then through the next."""
+        """The number of micro-batches of a pass through the stages is a multiple of this: a rank with several virtual stages
+        takes one micro-batch for each pipeline stage through one of them, then through the next."""
         return self.pp if self.vpp > 1 else 1
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows of this pipeline stage and expert rank. Each has a flag: whether this rank, perhaps with other tensor ranks, writes it."""
+    """Table rows of this pipeline stage and expert rank, and whether this rank, perhaps with other tensor ranks, writes each."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads, experts_lead = rank.place < rank.tp, rank.place < rank.expert_places
     if rank.etp and not arch.experts:
@@ -145,7 +144,7 @@ def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
 
 
 def is_expert(param: str) -> bool:
-    """Whether a parameter belongs to an expert. Its values differ between expert ranks; those of all other parameters are equal."""
+    """Whether a parameter belongs to an expert. Its values differ between expert ranks; those of other parameters are equal."""
     return EXPERT in param
 
 
@@ -168,7 +167,7 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
 
 
 def check(arch: Architecture, tp: int, etp: int | None = None) -> None:
-    """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core requires, and those of experts over `etp`."""
+    """Raises ValueError unless the sizes divide over `tp` ranks as megatron-core requires, and those of experts over `etp`."""
     if etp is not None and arch.experts and arch.expert_ffn % etp:
         raise ValueError(f"expert ffn = {arch.expert_ffn} does not divide over {etp} ranks that cut each expert")
     if arch.family.projection_norms and arch.kv_heads % tp:  # ranks that share a key head would count it twice
@@ -179,7 +178,8 @@ def check(arch: Architecture, tp: int, etp: int | None = None) -> None:
         widths = [*([arch.expert_ffn] if etp is None else []), arch.shared_ffn, *([arch.ffn] if arch.dense_layers else [])]
     if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
         raise ValueError(
-            f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} do not divide over {tp} tensor ranks"
+            f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} "
+            f"do not divide over {tp} tensor ranks"
         )
 
 

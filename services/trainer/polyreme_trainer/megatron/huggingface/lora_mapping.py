@@ -1,13 +1,13 @@
-"""The mapping table of a model's adapters: which parameters of megatron-core's fused layers hold PEFT's `lora_A` and `lora_B` of each
-projection.
+"""The mapping table of a model's adapters: which parameters of megatron-core's fused layers hold PEFT's `lora_A` and `lora_B` of
+each projection.
 
-The layer of a weight [out, in] also has the parameters `lora_a` and `lora_b`. `lora_a` has the A of each adapted projection, [rank, in],
-one below the other. `lora_b` has one row of `rank` numbers for each row of the weight, the B of the row's projection, so tensor ranks
-share it as they share the weight. Rows of a projection without an adapter are zero. Where tensor ranks split the columns of the weight, they
-split those of `lora_a`, and all have the whole `lora_b`.
+The layer of a weight [out, in] also has the parameters `lora_a` and `lora_b`. `lora_a` has the A of each adapted projection,
+[rank, in], one below the other. `lora_b` has one row of `rank` numbers for each row of the weight, the B of the row's projection,
+so tensor ranks share it as they share the weight. Rows of a projection without an adapter are zero. Where tensor ranks split the
+columns of the weight, they split those of `lora_a`, and all have the whole `lora_b`.
 
-Invariant: adapters are a separate `Architecture`, so saving, resuming in another layout, export and the memory estimate handle them
-through `hf_mapping` as they handle weights. The module is pure and imports no torch.
+Invariant: adapters are a separate `Architecture`, so saving, resuming in another layout, export and the memory estimate handle
+them through `hf_mapping` as they handle weights. The module is pure and imports no torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,8 +54,8 @@ def stacked_ranks(adapter: Architecture) -> int:
 
 
 def wide_numbers(adapter: Architecture) -> int:
-    """The size of one layer's B as matrices for the stacked A, see `lora.Adapter.wide_b`, over all tensor ranks, in numbers. A B that already
-    has this form counts as 0."""
+    """The size of one layer's B as matrices for the stacked A, see `lora.Adapter.wide_b`, over all tensor ranks, in numbers. A B
+    that already has this form counts as 0."""
     total = 0
     for row in adapter.family.layer:
         if row.param.endswith(B) and len(row.tensors) > 1:

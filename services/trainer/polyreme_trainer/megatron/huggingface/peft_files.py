@@ -1,7 +1,7 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Invariant: PEFT loads every adapter that is written. `read_adapter` also reads it, except for a classifier's, whose head is not part of the
-base model. A feature of PEFT that would change the merged weights is refused by name, never ignored.
+Invariant: PEFT loads every adapter that is written. `read_adapter` also reads it, except for a classifier's, whose head is not
+part of the base model. A feature of PEFT that would change the merged weights is refused by name, never ignored.
 """
 
 import json
@@ -54,7 +54,7 @@ class PeftAdapter:
     Attributes:
         tensors: every tensor, whole, by PEFT's name without its prefix; the value head of a classifier among them.
         lora: the section of the configuration.
-        base, revision: where others find the frozen weights with which it was trained: a directory, or a repository and its commit.
+        base, revision: where others find the frozen weights with which it was trained: a directory, or a repository and commit.
     """
 
     tensors: Mapping[str, Tensor]
@@ -99,7 +99,7 @@ class ReadAdapter:
 
 
 def read_adapter(folder: Path) -> ReadAdapter:
-    """The adapter of a directory in PEFT's format. Raises ConfigError for a damaged file, and unless it is a plain LoRA of linear layers."""
+    """The adapter of a PEFT directory. Raises ConfigError for a damaged file, and unless it is a plain LoRA of linear layers."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         tensors = load_file(folder / TENSORS)

@@ -1,5 +1,5 @@
-"""The models on cuda and npu: megatron-core's own layer spec with torch's norms, our gated activations and a fused kernel for attention over
-packed sequences.
+"""The models on cuda and npu: megatron-core's own layer spec with torch's norms, our gated activations and a fused kernel for
+attention over packed sequences.
 
 Invariant: the two specs differ only in the attention kernel; torch and torch_npu dispatch all other calls to their own kernels.
 """
@@ -20,8 +20,8 @@ from polyreme_trainer.megatron.layers.spec import ModelSpec
 from polyreme_trainer.megatron.mcore import linear_with_grad_accumulation_and_async_allreduce
 
 BATCHED = 8192
-"""From this length on, whole sequences of one length are a batch of torch's ordinary attention. On Hopper its kernels, cuDNN's, take two
-thirds of the time of those for packed sequences, but prepare each new shape for 0.1 s: so lengths are padded to a multiple of `STEP`."""
+"""From this length on, whole sequences of one length are a batch of torch's ordinary attention. On Hopper its cuDNN kernels take
+two thirds of the time for packed sequences, but prepare each shape for 0.1 s: so lengths are padded to multiples of `STEP`."""
 STEP = 1024
 FLASH_WIDTH = 256
 """The largest head that torch's kernel takes; its width must be a multiple of 8."""

@@ -16,8 +16,8 @@ class _Context(AutogradContext):
 
 
 class Gated(Function):
-    """silu(gate) * up (Shazeer 2020), or with GELU's tanh approximation: [..., 2 * ffn], gate first -> [..., ffn]. `keep`: whether the activated
-    gate is kept for the backward pass, which otherwise computes it again."""
+    """silu(gate) * up (Shazeer 2020), or with GELU's tanh approximation: [..., 2 * ffn], gate first -> [..., ffn]. `keep`:
+    whether the activated gate is kept for the backward pass, which otherwise computes it again."""
 
     @staticmethod
     def forward(ctx: _Context, gate_up: Tensor, is_silu: bool, keep: bool) -> Tensor:
@@ -48,8 +48,8 @@ def _activate(gate: Tensor, is_silu: bool) -> Tensor:
 
 
 class GatedActivation:
-    """A gated activation with megatron-core's interface: [..., 2 * ffn] (gate, up) -> [..., ffn]. It is no module, since megatron-core would ask
-    one for its part of a checkpoint."""
+    """A gated activation with megatron-core's interface: [..., 2 * ffn] (gate, up) -> [..., ffn]. It is no module, since
+    megatron-core would ask one for its part of a checkpoint."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self._is_silu = config.activation_func is torch.nn.functional.silu

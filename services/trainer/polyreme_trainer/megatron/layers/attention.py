@@ -1,7 +1,7 @@
 """The core attention of both model specs: rotary embedding, then causal attention within each of the packed sequences.
 
-Invariant: a token attends only to its own sequence, up to its own position and within the layer's window. No mask grows with the square of a
-sequence's length on CPU.
+Invariant: a token attends only to its own sequence, up to its own position and within the layer's window. No mask grows with the
+square of a sequence's length on CPU.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """Attention by torch's `scaled_dot_product_attention`, for any device and dtype: pieces of similar length are padded and run together.
+    """Attention by `scaled_dot_product_attention`, on any device and dtype: pieces of similar length are padded and run together.
 
     query [t, heads, dim], key and value [keys, groups, dim] -> [t, heads, dim]; heads of a group are adjacent.
     """
@@ -91,8 +91,8 @@ def in_halves(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing
 
 
 def of_copies(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing: Packing, copies: Copies) -> Tensor:
-    """Attention where sequences have tokens in common: [t, heads, dim] of the t different tokens. Each sequence gets a copy of its tokens. The
-    outputs of a token's copies are equal, and the first one counts."""
+    """Attention where sequences have tokens in common: [t, heads, dim] of the t different tokens. Each sequence gets a copy of
+    its tokens. The outputs of a token's copies are equal, and the first one counts."""
     query, key, value = (_Copy.apply(each, copies) for each in (query, key, value))
     return _Unpad.apply(attend(query, key, value, packing), copies.first)
 
@@ -122,8 +122,8 @@ def masked_attention(query: Tensor, keys: Pair, values: Pair, mask: Tensor, scal
 
 
 class _MergedAttention(Function):
-    """torch's flash attention for each set of keys; the outputs are joined by their log-sum-exps. With the joined ones, the kernel's backward
-    pass of each set gives its part of the gradients (Liu et al. 2023). So no mask is for all queries and keys."""
+    """torch's flash attention for each set of keys; the outputs are joined by their log-sum-exps. With the joined ones, each
+    set's backward kernel gives its part of the gradients (Liu et al. 2023). So no mask is for all queries and keys."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
-"""Token log-probabilities and entropies from hidden states and a vocabulary-parallel output layer, block by block of the vocabulary.
+"""Token log-probabilities and entropies from hidden states and a vocabulary-parallel output layer, by blocks of the vocabulary.
 
-A block of columns is reduced to two or three numbers per token: its log-sum-exp, the target's logit and, for the entropy, its mean logit.
-Blocks are combined like tensor ranks, so the ranks exchange only these numbers, in one collective. With several blocks the backward pass
-computes each block's logits again.
+A block of columns is reduced to two or three numbers per token: its log-sum-exp, the target's logit and, for the entropy, its
+mean logit. Blocks are combined like tensor ranks, so the ranks exchange only these numbers, in one collective. With several
+blocks the backward pass computes each block's logits again.
 
-Invariant: at most `BLOCK_LOGITS` logits exist at a time on a rank (`ACCELERATOR_LOGITS` on an accelerator), except for the smallest block.
-Padded columns are removed before any computation, so their probability and gradient are zero. All sums are in fp32.
+Invariant: at most `BLOCK_LOGITS` logits exist at once on a rank (`ACCELERATOR_LOGITS` on an accelerator), except for the smallest
+block. Padded columns are removed before any computation, so their probability and gradient are 0. All sums are fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,8 +56,8 @@ class Head:
             yield slice(first, min(first + width, columns)), max(0, min(width, self.valid - first))
 
     def logits(self, hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
-        """A block's logits divided by the temperature, [tokens, valid]: in fp32, or in the model's dtype if nothing was divided. The caller
-        owns them."""
+        """A block's logits divided by the temperature, [tokens, valid]: in fp32, or in the model's dtype if nothing was divided.
+        The caller owns them."""
         product = self.product(hidden, weight)[:, :valid]
         return product if self.temperature == 1.0 else product.float().div_(self.temperature)
 
@@ -95,8 +95,8 @@ class _TokenLogprobs(Function):
         hidden, weight, targets, kept, logprobs, log_sum, *mean = ctx.saved_tensors
         head, blocks = ctx.head, ctx.blocks
         scaled_grads = [(grad / head.temperature).unsqueeze(1) for grad in grads]
-        # Without entropy, a row of the logits' gradient is a factor times numbers that do not depend on it: it multiplies the short rows of
-        # hidden states, not the long ones of logits.
+        # Without entropy, a row of the logits' gradient is a factor times numbers that do not depend on it: it multiplies the
+        # short rows of hidden states, not the long ones of logits.
         factor = -scaled_grads[0]
         rows = hidden if mean else (hidden * factor).to(hidden.dtype)
         for_hidden, for_weight, _, _ = ctx.needs_input_grad
@@ -132,7 +132,7 @@ class _TokenLogprobs(Function):
 
 
 def _reduce(scaled: Tensor, column: Tensor, here: Tensor, with_entropy: bool) -> list[Tensor]:
-    """A block's numbers, each fp32 [tokens]: log-sum-exp, the target's logit or 0, and the mean logit under the block's softmax."""
+    """A block's numbers, each fp32 [tokens]: log-sum-exp, the target's logit or 0, and mean logit under the block's softmax."""
     if not scaled.shape[1]:
         empty = torch.zeros(here.shape, dtype=torch.float32, device=here.device)
         return [empty - torch.inf, *[empty] * (1 + with_entropy)]
@@ -154,8 +154,8 @@ def _combine(every: Tensor) -> Tensor:
 
 
 def _gradient(scaled: Tensor, log_sum: Tensor, logprobs: Tensor, dtype: torch.dtype, column: Tensor, here: Tensor) -> Tensor:
-    """The gradient of the negative log-probability with respect to a block's logits, in a dtype [tokens, columns]: the probability, and the
-    target's minus 1."""
+    """The gradient of the negative log-probability with respect to a block's logits, in a dtype [tokens, columns]: the
+    probability, and the target's minus 1."""
     shifted = torch.sub(scaled, log_sum.unsqueeze(1))  # fp32 by promotion
     out = torch.exp(shifted, out=shifted if dtype == shifted.dtype else torch.empty_like(shifted, dtype=dtype))
     if scaled.shape[1]:

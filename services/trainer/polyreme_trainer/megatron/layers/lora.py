@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) inside megatron-core's parallel linear layers: x W' + scale (x A') B', with W frozen.
 
-The adapter joins the layer's matrix product, before bias, reduction over tensor ranks and any norm that follows, so the same code serves
-both model specs and sequence parallelism. It runs on the layer's own kernel. A fused layer (queries, keys and values; gate and up) has an A
-for each of its projections, as Hugging Face and PEFT separate them.
+The adapter joins the layer's matrix product, before bias, reduction over tensor ranks and any norm that follows, so the same code
+serves both model specs and sequence parallelism. It runs on the layer's own kernel. A fused layer (queries, keys and values; gate
+and up) has an A for each of its projections, as Hugging Face and PEFT separate them.
 
-Every tensor rank computes with its part of A or of B. The other one of the two is whole on every rank, and each rank gets only a part of its
-gradient. The parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
+Every tensor rank computes with its part of A or of B. The other one of the two is whole on every rank, and each rank gets only a
+part of its gradient. The parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
 
 Invariant: without an optimizer step B is zero, and a model with new adapters is the model without them.
 """
@@ -44,7 +44,7 @@ class Adapter:
     Args:
         layer: megatron-core's layer with the parameter `weight`.
         a, b: the trained parameters.
-        owner: [rows of the weight, projections], 1 where the row belongs to the projection of that A; None: all rows to a single one.
+        owner: [rows of the weight, projections], 1 where the row belongs to the projection of that A; None: all rows to one.
         scale: the factor of the adapter's output.
     """
 
@@ -67,7 +67,7 @@ class Adapter:
         return self.add_to(self._product(**local), self._product, local)
 
     def add_to(self, output: Tensor, product: Product, local: Mapping[str, object]) -> Tensor:
-        """The layer's output with the adapter's. `product` computes that one from `local`, the arguments of the layer's own product."""
+        """The layer's output with the adapter's. `product` computes that from `local`, the arguments of the layer's product."""
         inner = product(**{**local, "bias": None, "weight": self.a})
         outer = product(**{**local, "bias": None, "weight": self.wide_b(), "input": self.scale * inner})  # inner is small
         return output + outer
@@ -85,7 +85,7 @@ class Adapter:
             delattr(self.layer, name)
 
     def wide_b(self) -> Tensor:
-        """B as one matrix for the stacked A: [rows, projections * rank], zero where row and column belong to different projections."""
+        """B as one matrix for the stacked A: [rows, projections * rank], 0 where row and column are of different projections."""
         return self.b if self.owner is None else (self.owner.unsqueeze(2) * self.b.unsqueeze(1)).flatten(1)
 
     @torch.no_grad()
@@ -96,8 +96,8 @@ class Adapter:
 
 
 def without_collectives(layer: ColumnParallelLinear | RowParallelLinear, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a layer's product with the tensor ranks' collectives already done. Several products that read this one input have
-    their gradients of it summed over the ranks at once."""
+    """The arguments of a layer's product with the tensor ranks' collectives already done. Several products that read this one
+    input have their gradients of it summed over the ranks at once."""
     input = arguments["input"]
     if arguments.get("sequence_parallel", False):
         input = gather_from_sequence_parallel_region(input, group=layer.tp_group)
@@ -237,7 +237,7 @@ class Adapters:
         return id(param) in self._partial
 
     def sum_gradients(self) -> None:
-        """Sums the gradients of which each tensor rank has a part. Collective over the tensor ranks; called once per optimizer step."""
+        """Sums the gradients of which each tensor rank has a part. Collective over them; called once per optimizer step."""
         if not self._partial:
             return
         gradients = [param.main_grad for param in self._partial.values()]  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ from polyreme_trainer.megatron.mcore import (
 
 
 class TorchRmsNorm(torch.nn.Module):
-    """An RMS norm with megatron-core's interface and torch's kernel. Weight [hidden_size]. With `layernorm_zero_centered_gamma` the factor is
-    1 + weight."""
+    """An RMS norm with megatron-core's interface and torch's kernel. Weight [hidden_size]. With `layernorm_zero_centered_gamma`
+    the factor is 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class TorchRmsNorm(torch.nn.Module):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """An RMS norm over all heads of a projection together, with the interface of megatron-core's norms of single heads. Weight [heads of this
-    rank x hidden_size].
+    """An RMS norm over all heads of a projection together, with the interface of megatron-core's norms of single heads. Weight
+    [heads of this rank x hidden_size].
 
     Tensor ranks divide the heads, and sum the squares over all of them.
 

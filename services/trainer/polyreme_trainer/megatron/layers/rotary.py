@@ -1,7 +1,7 @@
 """Rotary embedding: its angles, computed in fp32 with the same operations as in transformers, and the rotation by them.
 
-Invariant: frequencies and angles equal those of transformers bit for bit. A frequency with a wrong last bit causes an error of 1e-3 in
-log-probabilities at positions of several thousand.
+Invariant: frequencies and angles equal those of transformers bit for bit. A frequency with a wrong last bit causes an error of
+1e-3 in log-probabilities at positions of several thousand.
 """
 
 import functools
@@ -17,8 +17,8 @@ from polyreme_trainer.megatron.layers.spec import AutogradContext
 
 @functools.lru_cache(maxsize=4)
 def angles(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """The angle of every position and pair of rotated features: fp32 [positions, features / 2], in radians. The tensor is cached; do not change
-    it."""
+    """The angle of every position and pair of rotated features: fp32 [positions, features / 2], in radians. The tensor is cached;
+    do not change it."""
     frequencies = inverse_frequencies(rope, rope.features(head_dim))
     return torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
 
@@ -47,7 +47,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """YaRN, Peng et al. 2023: a linear ramp over the dimensions, from unchanged frequencies to frequencies divided by the factor."""
+    """YaRN, Peng et al. 2023: a linear ramp over the dimensions, from unchanged frequencies to those divided by the factor."""
 
     def dimension(turns: float) -> float:
         turn = math.log(rope.original_max_position / (turns * 2 * math.pi))
@@ -89,8 +89,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates feature i with feature i + n / 2 by the position's i-th angle, for the first n features (Su et al. 2021, in Hugging Face's feature
-    order). The others do not change.
+    """Rotates feature i with feature i + n / 2 by the position's i-th angle, for the first n features (Su et al. 2021, in Hugging
+    Face's feature order). The others do not change.
 
     Args:
         x: [tokens, heads, dim].

@@ -1,10 +1,10 @@
 """One pass of a model for the tokens of several sets of adapters.
 
-The tokens of each set are a run of the pass's tokens. Attention, norms and activations run for all tokens at once; a matrix product runs for
-all tokens or, with `same_bits`, run by run, since a library may choose another order of additions for another number of rows.
+Each set's tokens are a run of the pass's tokens. Attention, norms and activations run for all tokens at once; a matrix product
+runs for all tokens or, with `same_bits`, run by run, since a library may add in another order for another number of rows.
 
-Invariant: a token's output depends on its own sequence and its own adapters only; with `same_bits` it has the bits that it has in a pass without
-the others.
+Invariant: a token's output depends on its own sequence and its own adapters only; with `same_bits` it has the bits that it has in
+a pass without the others.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class AdapterRun:
 
 
 class SharedPass:
-    """The layers of a rank's part of a model, whose products use the adapters of `parts`. It is made while no adapters are attached.
+    """The layers of a rank's part of a model, whose products use the adapters of `parts`. It is made while none are attached.
 
     Args:
         module: the rank's part of the model, see `join_chunks`.
@@ -54,7 +54,7 @@ class SharedPass:
         self.parts, self.same_bits = parts, same_bits
 
     def values(self, hidden: Tensor) -> Tensor:
-        """The value of each token by the head of its own adapters, fp32 [t]; 0 for tokens without adapters. `hidden`: final hidden states, [t, hidden]."""
+        """fp32 [t], each token's value by its adapters' head; 0 without adapters. `hidden`: final hidden states, [t, hidden]."""
         sizes = [part.tokens for part in self.parts]
         rest = hidden.new_zeros(len(hidden) - sum(sizes))
         found = []

@@ -36,7 +36,7 @@ class Linear(Protocol):
         Args:
             x: [..., in]. weight: [out, in]. bias: [out].
             group: tensor-parallel process group.
-            sum_input_grads: whether to sum the gradient of `x` over the group, because each rank holds a part of the output features.
+            sum_input_grads: whether to sum the gradient of `x` over the group, since each rank has a part of the output features.
         """
 
 
@@ -58,7 +58,7 @@ class ModelSpec:
     """One way to build and run a model.
 
     Attributes:
-        block: (config, family, for each layer of this stage whether it has experts) -> the modules of megatron-core's transformer block.
+        block: (config, family, whether each layer of this stage has experts) -> the modules of megatron-core's transformer block.
         linear: the matrix product of the output layer.
         options: fields of megatron-core's TransformerConfig that `block` requires.
     """

@@ -33,11 +33,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, context
-    ranks, stages, data ranks and expert ranks.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks,
+    context ranks, stages, data ranks and expert ranks.
 
-    Tensor ranks are adjacent; so are the context ranks of a data rank, and the ranks of a stage. The ranks that share experts are adjacent data
-    and context ranks. Every collective has a deadline. Raises ConfigError when the world size differs from the configuration's.
+    Tensor ranks are adjacent; so are a data rank's context ranks, and a stage's ranks. The ranks that share experts are adjacent
+    data and context ranks. Every collective has a deadline. Raises ConfigError unless the world size is the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
@@ -118,8 +118,7 @@ def pick_spec(device: Device) -> ModelSpec:
 def build_chunks(
     arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec, recompute: Recompute | None = None
 ) -> list[GPTModel]:
-    """This rank's shard with uninitialised weights: a GPTModel for each virtual stage. Raises ConfigError when the sizes do not divide over the
-    ranks."""
+    """This rank's shard with uninitialised weights: a GPTModel per virtual stage. Raises ConfigError unless the sizes divide."""
     here = rank()
     try:
         hf_mapping.rank_slices(arch, here)
@@ -159,7 +158,7 @@ def build_chunks(
 
 
 def join_chunks(chunks: Sequence[GPTModel]) -> GPTModel:
-    """One module with the modules of all chunks, under the names of `hf_mapping`. Layer numbers continue from one chunk to the next."""
+    """One module with all chunks' modules, under the names of `hf_mapping`. Layer numbers continue from one chunk to the next."""
     if len(chunks) == 1:
         return chunks[0]
     whole, decoder = torch.nn.Module(), torch.nn.Module()
@@ -215,14 +214,14 @@ def transformer_config(
         tensor_model_parallel_size=here.tp,
         pipeline_model_parallel_size=here.pp,
         virtual_pipeline_model_parallel_size=here.vpp if here.vpp > 1 else None,
-        # When two ranks exchange two messages at once, the interleaved schedule would confuse them and compute wrong results without an error.
+        # With two messages at once between two ranks, the interleaved schedule would confuse them: wrong results, and no error.
         overlap_p2p_comm=here.vpp > 1,
         batch_p2p_comm=here.vpp == 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        calculate_per_token_loss=True,  # losses are already divided by the global token count: data ranks sum gradients and never average them
+        calculate_per_token_loss=True,  # losses are divided by the global token count: ranks sum gradients, never average them
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

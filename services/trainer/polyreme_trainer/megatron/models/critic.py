@@ -27,7 +27,7 @@ class Critic(ShardedModel):
         """The value of each sequence up to each token, differentiable in the weights: fp32, of the shape of `ids`.
 
         Args:
-            ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
+            ids: packed sequences, or int64 [b, s], padded on the right with any vocabulary token; values there are meaningless.
         """
         values = self.chunks[-1].output_layer(self.hidden(ids)).float()
         return self.context.join(PackedIds.of(ids), values).view(ids.shape)
@@ -44,7 +44,7 @@ class Critic(ShardedModel):
                 param.copy_(theirs[name])
 
     def load_hf(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
-        """Loads a sequence classifier with one label, or a language model, with which the values start at 0. Raises ConfigError."""
+        """Loads a sequence classifier with one label, or a language model, whose values start at 0. Raises ConfigError."""
         shapes = hf_mapping.hf_shapes(self.arch)
         with open_tensors(path) as tensors:
             fresh = {} if VALUE_HEAD in tensors else {VALUE_HEAD: torch.zeros(shapes[VALUE_HEAD])}
@@ -52,8 +52,8 @@ class Critic(ShardedModel):
             self.load_slices(ChainMap(fresh, tensors), loaded)  # type: ignore[arg-type]  # it is only read
 
     def load_base(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
-        """Loads the frozen weights of a critic with adapters from a language model. Adapters and head keep their values. `loaded`: see `load_hf`.
-        Raises ConfigError."""
+        """Loads the frozen weights of a critic with adapters from a language model. Adapters and head keep their values.
+        `loaded`: see `load_hf`. Raises ConfigError."""
         self.use()
         trained = {name: param.clone() for name, param in self.state_dict().items()}
         self.load_hf(path, loaded)

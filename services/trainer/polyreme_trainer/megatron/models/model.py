@@ -1,7 +1,7 @@
 """One rank's shard of a model: built, loaded, copied, gathered and written as Hugging Face tensors.
 
-Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions. Weights
-that leave have the adapters merged.
+Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both
+directions. Weights that leave have the adapters merged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -105,11 +105,11 @@ class ShardedModel:
             self.module.requires_grad_(False)
 
     def make_trainable(self, lora: LoraConfig | None, seed: int = 0, *, critic: bool = False) -> None:
-        """Makes new adapters the trained parameters, in place of earlier ones; with None, the weights. An earlier optimizer is unusable then,
-        unless the earlier adapters are trained again with `train`.
+        """Makes new adapters the trained parameters, in place of earlier ones; with None, the weights. An earlier optimizer is
+        unusable then, unless the earlier adapters are trained again with `train`.
 
         Args:
-            critic: the adapters of a language model have a value head, of zeros. Raises ConfigError, see `Architecture.with_value_head`.
+            critic: a language model's adapters have a zero value head. Raises ConfigError, see `Architecture.with_value_head`.
         """
         arch = self.arch.with_value_head() if critic else self.arch
         self.train(TrainedParameters())
@@ -127,8 +127,8 @@ class ShardedModel:
         return TrainedParameters(self.adapters, self.ddp)
 
     def train(self, trained: TrainedParameters) -> None:
-        """Trains the adapters of an earlier `trained` again, with their values, and makes their optimizer usable. Without adapters, and without
-        gradient buffers, nothing is trained."""
+        """Trains the adapters of an earlier `trained` again, with their values, and makes their optimizer usable. Without
+        adapters, and without gradient buffers, nothing is trained."""
         if self.adapters is not None:
             self.adapters.detach()
         if trained.adapters is not None:
@@ -144,7 +144,7 @@ class ShardedModel:
             self.chunks[-1].share_embeddings_and_output_weights = adapters is None or adapters.head is None
 
     def use(self, *others: "ShardedModel") -> None:
-        """Moves the weights of this model and of `others` to the device. With `trainer.offload.idle_models`, all other models leave it."""
+        """Moves weights of this model and `others` to the device. With `trainer.offload.idle_models`, other models leave it."""
         if self.host is not None:
             self.host.use(self, *others)
 
@@ -206,13 +206,13 @@ class ShardedModel:
                 views[piece.hf_name][piece.hf_index].copy_(weights[piece.param][piece.param_index])
 
     def full_tensors(self) -> dict[str, Tensor] | None:
-        """Whole Hugging Face tensors, on the CPU of the first stage's first tensor and expert rank; None on the others. Collective over all
-        of these."""
+        """Whole Hugging Face tensors, on the CPU of the first stage's first tensor and expert rank; None on the others.
+        Collective over all of these."""
         self.use()
         return self._full(self.arch, self.weights())
 
     def adapter(self, base: str, revision: str | None = None) -> PeftAdapter | None:
-        """The adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`, `revision`: as in `PeftAdapter`."""
+        """Adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`, `revision`: see `PeftAdapter`."""
         self.use()
         tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
         return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base, revision)
@@ -264,15 +264,15 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
+        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError unless it fits."""
         if state.keys() != self._trained.keys():
             raise KeyError(f"parameters {sorted(state.keys() ^ self._trained.keys())} are not on both sides")
         for name, param in self._trained.items():
             param.copy_(state[name])
 
     def own_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` without the parameters of which an earlier data or context rank has a copy. If the model has left the device, these are
-        views of its copy in the host's memory. Do not change them."""
+        """`state_dict` without the parameters of which an earlier data or context rank has a copy. If the model has left the
+        device, these are views of its copy in the host's memory. Do not change them."""
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         first = copy == 0, parallel_state.get_expert_data_parallel_rank() == 0
         mine = {name: param.detach() for name, param in self._trained.items() if first[hf_mapping.is_expert(name)]}
@@ -283,19 +283,19 @@ class ShardedModel:
 
     @property
     def alignment(self) -> int:
-        """The number of tokens of a forward pass is a multiple of this: context ranks have equal shares of them and, with sequence
-        parallelism, tensor ranks too."""
+        """The number of tokens of a forward pass is a multiple of this: context ranks have equal shares of them and, with
+        sequence parallelism, tensor ranks too."""
         return self.context.ranks * self.context.multiple
 
     @property
     def joins_beginnings(self) -> bool:
-        """Whether sequences of a micro-batch may have tokens in common. Routers count each sequence's tokens, and context ranks cut whole
-        sequences."""
+        """Whether sequences of a micro-batch may have tokens in common. Routers count each sequence's tokens, and context ranks
+        cut whole sequences."""
         return self.context.ranks == 1 and not self.arch.experts
 
     def hidden(self, ids: Tensor | PackedIds, chunk: GPTModel | None = None) -> Tensor:
-        """Final hidden states of t tokens, [t, hidden]; for a chunk before the last one, the input of the next chunk. With context ranks, the
-        states of this rank's tokens, see `ContextRanks.cut`.
+        """Final hidden states of t tokens, [t, hidden]; for a chunk before the last one, the input of the next chunk. With
+        context ranks, the states of this rank's tokens, see `ContextRanks.cut`.
 
         A chunk after the model's first takes the input that the schedule has set instead of the ids.
 
@@ -329,8 +329,8 @@ class ShardedModel:
         return hidden.squeeze(1)[: len(tokens.ids)] if cut is None else hidden.squeeze(1)
 
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yields every parameter's name and, on the first of the `count` tensor and expert ranks, the parameter of each of them; on the others an
-        empty list."""
+        """Yields every parameter's name and, on the first of the `count` tensor and expert ranks, the parameter of each of them;
+        on the others an empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
         if self.rank.expert_places < self.rank.places:
             group = parallel_state.get_tensor_model_parallel_group()

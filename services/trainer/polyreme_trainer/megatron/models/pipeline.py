@@ -1,10 +1,10 @@
 """Micro-batches through a model whose layers may be cut into stages, one per pipeline rank.
 
-With several stages, megatron-core's schedules pass hidden states forwards and gradients backwards between the ranks (one forward, one
-backward; interleaved where a rank has several chunks of the model). Only the last stage's last chunk has the model's output, so only there a
-job's `output` and `loss` are called.
+With several stages, megatron-core's schedules pass hidden states forwards and gradients backwards between the ranks (one forward,
+one backward; interleaved where a rank has several chunks of the model). Only the last stage's last chunk has the model's output,
+so only there a job's `output` and `loss` are called.
 
-Invariant: a job's `output` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
+Invariant: a job's `output` sees the model as if whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -33,7 +33,7 @@ class Policy(ShardedModel):
             ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary.
             targets: int64, of the shape of `ids`; positions with IGNORE are skipped. The k others are in their order.
             temperature: the divisor of the logits, as in sampling.
-            runs: the number of targets of each run, k in all; the output layer's products are computed run by run. Empty: one run.
+            runs: the number of each run's targets, k in all; the output layer's products are computed run by run. Empty: one run.
         """
         return self._outputs(ids, targets, temperature, runs, with_entropy=False)[0]
 
@@ -118,7 +118,7 @@ def build_policy(
     """A language model with the weights of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError.
 
     Args:
-        config: `model.dtype`, `seed`, `trainer.recompute`, `trainer.moe` and `trainer.lora` are used. Only a trainable policy has adapters.
+        config: `model.dtype`, `seed`, `recompute`, `moe` and `lora` of `trainer` are used. Only a trainable policy has adapters.
         loaded: see `load_hf`.
     """
     settings = config.trainer

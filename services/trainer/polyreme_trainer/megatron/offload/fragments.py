@@ -63,9 +63,9 @@ class Fragment:
 
 
 def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: mcore.MegatronOptimizer) -> list[Fragment]:
-    """The fragments that `inner`, one of megatron-core's optimizers, steps on this rank, in the order of the model's `parameters`.
+    """The fragments that `inner`, a megatron-core optimizer, steps on this rank, in the order of the model's `parameters`.
 
-    Raises ConfigError if megatron-core did not choose torch's AdamW: others keep their count of steps where checkpoints do not look for it.
+    Raises ConfigError if megatron-core did not choose torch's AdamW: others keep their step count where checkpoints do not look.
     """
     _check_optimizer(inner.optimizer)
     fragments, stepped = [], {id(main) for group in inner.param_groups for main in group["params"]}

@@ -1,6 +1,6 @@
 """Copies of tensors in host memory, inside plain containers.
 
-Invariant: a copy shares no memory with its source. It has memory for its own elements only, even if the source is a part of a buffer.
+Invariant: a copy shares no memory with its source. It has memory only for its elements, even if the source is part of a buffer.
 """
 
 from collections.abc import Iterator, Mapping

@@ -89,8 +89,7 @@ class HostMemory:
 
     @contextmanager
     def visit(self, movable: Movable) -> Iterator[None]:
-        """Within the block, the tensors are on the device. All of them leave it afterwards, including those that the block has created, also
-        when it raises."""
+        """In the block, the tensors are on the device. Afterwards all leave it, with those that it created, even if it raises."""
         began = time.perf_counter()
         self.moves.nbytes += movable.come_back()
         self.moves.seconds += time.perf_counter() - began

@@ -1,8 +1,8 @@
 """Moves tensors between a device and the host's memory without changing their views.
 
-Invariant: it moves a tensor's storage, whose device memory is freed and allocated again in place. So parameters, their views in gradient
-buffers, moments and full-precision copies, which share storages in many ways, stay valid. After `restore`, every kept byte has its old
-value, and every dropped one is zero.
+Invariant: it moves a tensor's storage, whose device memory is freed and allocated again in place. So parameters, their views in
+gradient buffers, moments and full-precision copies, which share storages in many ways, stay valid. After `restore`, every kept
+byte has its old value, and every dropped one is zero.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
-"""An optimizer's moments and full-precision weights, in parts that are kept in the host's memory and move to the device for their step.
+"""An optimizer's moments and full-precision weights, in parts kept in the host's memory and moved to the device for their step.
 
-AdamW computes each element from its own gradient and state, so stepping the parts one by one gives the same bits as one step. Only one part
-is on the device at a time, so the largest part determines the peak of a step.
+AdamW computes each element from its own gradient and state, so stepping the parts one by one gives the same bits as one step.
+Only one part is on the device at a time, so the largest part determines the peak of a step.
 
 Invariant: outside of `step` and `visits`, no part is on the device.
 """

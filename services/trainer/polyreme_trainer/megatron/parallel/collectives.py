@@ -1,7 +1,7 @@
 """Sums of tensors over the ranks of a group.
 
-Invariant: no float64 tensor is reduced by a backend. HCCL has no such reduction, and the `all_reduce` that MindSpeed puts in place of torch's
-leaves such a tensor as it was, without an error.
+Invariant: no float64 tensor is reduced by a backend. HCCL has no such reduction, and the `all_reduce` that MindSpeed puts in
+place of torch's leaves such a tensor as it was, without an error.
 """
 
 import torch

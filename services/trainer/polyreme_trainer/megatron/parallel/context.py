@@ -33,14 +33,14 @@ class ContextRanks:
         return cut_sequences(lengths, self.rank, self.ranks, ids.device)
 
     def take(self, ids: PackedIds, values: Tensor, padding: int) -> Tensor:
-        """Selects this rank's entries of an array with one number for each token of `ids` [t]. Padding gets the value `padding`."""
+        """Selects this rank's entries of an array with one number per token of `ids` [t]. Padding gets the value `padding`."""
         if self.ranks == 1:
             return values
         cut = self.cut(ids)
         return torch.nn.functional.pad(values, (0, len(cut.places) - len(values)), value=padding).index_select(0, cut.tokens)
 
     def join(self, ids: PackedIds, mine: Tensor) -> Tensor:
-        """Joins the ranks' outputs for their own tokens to the outputs for all tokens of `ids` [t, ...]. The result is the same on each rank. Collective.
+        """Joins the ranks' outputs for their tokens to those for all tokens of `ids` [t, ...], the same on each rank. Collective.
 
         Every rank computes the same loss from them, so each keeps the gradient of its own tokens and nothing is summed.
         """
@@ -52,7 +52,7 @@ class ContextRanks:
 
 
 def gather_tokens(mine: Tensor) -> Tensor:
-    """[t / ranks, ...] of each context rank -> [t, ...], one rank after the other. Gradients are summed over the ranks. Collective."""
+    """[t / ranks, ...] of each context rank -> [t, ...], rank by rank. Gradients are summed over the ranks. Collective."""
     every: Tensor = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
     return every
 

@@ -1,10 +1,9 @@
 """Divides the saved state of ranks again, for ranks of the same or of another layout.
 
-Every rank saves the weights of its trained parameters and the parts of their moments that it updates (`RankState`). The mapping table says
-which elements of the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
+Every rank saves the weights of its trained parameters and the parts of their moments that it updates (`RankState`). The mapping
+table says which elements of the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
 
-Invariant: numbers are copied, never computed. Ranks of the same layout get back the bits that they saved, and every layout gets the same
-model and moments.
+Invariant: numbers are copied, never computed. The same layout gets back the saved bits, any layout the same model and moments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,12 +25,12 @@ from polyreme_trainer.megatron.huggingface.hf_mapping import (
 )
 
 WEIGHTS = "weights"
-"""Kind of state: the weights of the parameters that training changes. The others are the optimizer's: moments, and full-precision copies."""
+"""Kind of state: the weights that training changes. The others are the optimizer's: moments, and full-precision copies."""
 
 RankState = Mapping[str, Any]
-"""The state of one role on one rank. `steps` is the number of optimizer steps. For each kind of state and parameter there is a pair
-(start, flat tensor): the elements of the flat parameter from `start` on. Of the same parameters, data ranks have different elements or none;
-with expert ranks they also have different experts."""
+"""The state of one role on one rank. `steps` is the number of optimizer steps. For each kind of state and parameter there is a
+pair (start, flat tensor): the elements of the flat parameter from `start` on. Of the same parameters, data ranks have different
+elements or none; with expert ranks they also have different experts."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class RankMesh:
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """A shard of the model. `expert_numbers`: the ranks that saved its experts; `numbers`: the ranks that saved everything else."""
+    """A model's shard. `expert_numbers`: the ranks that saved its experts; `numbers`: the ranks that saved everything else."""
 
     rank: Rank
     numbers: list[int]

@@ -61,8 +61,8 @@ class DataShard:
             multiple: the number of a micro-batch's positions is a multiple of this.
             group: the number of micro-batches is a multiple of this.
             joins_beginnings: see `pack`.
-            runs: the number of sequences of each run that has adapters of its own. A micro-batch has the sequences of each run that it would
-                have alone; several runs fit into one micro-batch. Empty: there is one run.
+            runs: the number of sequences of each run that has adapters of its own. A micro-batch has the sequences of each run
+                that it would have alone; several runs fit into one micro-batch. Empty: there is one run.
         """
         together = sequences.together
         rows = indices[::together] // together
@@ -88,7 +88,7 @@ class DataShard:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """The process groups over which results of micro-batches are spread: the data-parallel ranks and the stages, if there are several."""
+        """The process groups over which results of micro-batches are spread: data-parallel ranks and stages, if several."""
         return ([self.group] if self.ranks > 1 else []) + ([self.stages] if self.stages is not None else [])
 
     def gather(self, payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -54,7 +54,7 @@ def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Ga
 
 
 def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: GateLimits) -> Gate:
-    """Compares the critic's values [b, s] of `ids` [b, s] with those of the Hugging Face sequence classifier at every position."""
+    """Compares the critic's values [b, s] of `ids` [b, s] with those of the Hugging Face classifier at every position."""
     with torch.no_grad():
         values = model.score(model.base_model(input_ids=ids).last_hidden_state)[..., 0].float()
         difference = (values - learner.cpu()).abs().max()
@@ -69,8 +69,8 @@ def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: GateLimits) ->
 def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateLimits) -> Gate:
     """Checks replicas' greedy answers with the Hugging Face model of the same weights.
 
-    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. The limit allows for near
-    ties, which rounding decides.
+    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. The limit
+    allows for near ties, which rounding decides.
     """
     gaps = []
     for answer in answers:
@@ -85,7 +85,8 @@ def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateL
         "log-probability by which the Hugging Face model prefers another token to a replica's greedy one",
         float(torch.stack(gaps).max()),
         limits.greedy,
-        "Check the replica's model, dtype and engine version: it serves different weights, or its engine computes another function.",
+        "Check the replica's model, dtype and engine version: it serves different weights, "
+        "or its engine computes another function.",
     )
 
 
@@ -96,5 +97,6 @@ def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: GateLimits)
         "mismatch_kl per token between learner and replica",
         float(estimate("k3", behaviour, learner.cpu()).mean()),
         limits.mismatch_kl,
-        "Check that trainer and replica use the same dtype and temperature, and that the replica's logprobs are processed_logprobs.",
+        "Check that trainer and replica use the same dtype and temperature, "
+        "and that the replica's logprobs are processed_logprobs.",
     )

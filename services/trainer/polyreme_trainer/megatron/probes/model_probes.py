@@ -43,7 +43,7 @@ class ModelProbes:
         """The Hugging Face model of the last comparison, kept until replicas are compared with it. On rank 0."""
 
     def canary(self) -> Canary | None:
-        """The policy's canary; None on data ranks other than the first, unless their models take part because they have other experts. Collective."""
+        """The policy's canary; None on later data ranks, unless their models take part with other experts. Collective."""
         if parallel_state.get_data_parallel_rank() and not self._policy.arch.experts:
             return None
         length = min(CANARY_TOKENS, self._config.rollout.max_model_len - 1)  # the engine samples one more

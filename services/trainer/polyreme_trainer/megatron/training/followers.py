@@ -20,7 +20,7 @@ class Followers:
     Args:
         actor: the model that the followers follow.
         make_role: creates a frozen role of the actor's shapes from a name and a dtype.
-        renew_interval: iterations after which the actor's weights (adapters merged) replace the reference; 0 for no such reference.
+        renew_interval: iterations after which the actor's weights (adapters merged) replace the reference; 0: no such reference.
         decay: the moving average's decay; None for no moving average.
     """
 

@@ -22,7 +22,7 @@ class Iteration:
 
     Attributes:
         number: the iteration's number; the policy that it trains has version `number - 1`.
-        sequences, tokens: the samples, as the models' sequences and as the algorithm's batch. A sequence has at least one prediction.
+        sequences, tokens: the samples as the models' sequences and the algorithm's batch. A sequence has at least one prediction.
         steps: the sequences of each optimizer step, with all trajectories of an episode.
         state: the algorithm's state from the previous iteration.
         lr, critic_lr: learning rates.
@@ -72,8 +72,8 @@ def episodes_of(sequences: Sequences, tokens: TokenBatch) -> IntArray:
 def fresh_sequences(batch: Iteration) -> IntArray:
     """The indices of sequences that the policy before the step sampled completely.
 
-    An answer that continued over a swap is not among them, not even its last tokens: these were sampled with keys and values of the older
-    weights in the cache, so their probabilities differ by more than the engines do.
+    An answer that continued over a swap is not among them, not even its last tokens: these were sampled with keys and values of
+    the older weights in the cache, so their probabilities differ by more than the engines do.
     """
     version, offsets = batch.tokens.version, batch.sequences.offsets
     stale = sequence_sums((version >= 0) & (version != batch.number - 1), offsets)

@@ -1,9 +1,9 @@
 """The losses of micro-batches, and the sums of their metrics over micro-batches and data ranks.
 
-A loss is an object that gets a micro-batch and the model's output for it, and returns its addend of the step's loss and its metrics.
+A loss is an object that gets a micro-batch and the model's output for it, and returns its addend of the step's loss and metrics.
 
-Invariant: losses and metrics are sums over the trained tokens of the global batch, with coefficients computed over the whole optimizer step,
-so neither the layout nor the split into micro-batches changes them.
+Invariant: losses and metrics are sums over the trained tokens of the global batch, with coefficients computed over the whole
+optimizer step, so neither the layout nor the split into micro-batches changes them.
 """
 
 import json

@@ -1,10 +1,10 @@
 """AdamW steps through megatron-core's optimizer, and the learning-rate schedule.
 
-A step's gradient is the sum over data ranks, because losses are already divided by the step's global token count. The norm, also for
-clipping, is that of the whole model; parameters that tensor ranks replicate count once.
+A step's gradient is the sum over data ranks, because losses are already divided by the step's global token count. The norm, also
+for clipping, is that of the whole model; parameters that tensor ranks replicate count once.
 
-With several data ranks, megatron-core's distributed optimizer gives each of them an equal part of the moments and of the full-precision
-weights (`state_bytes` = the single rank's bytes / data ranks). A rank sums only its part's gradients, and receives the others' new weights.
+With several data ranks, megatron-core's distributed optimizer gives each an equal part of the moments and full-precision weights
+(`state_bytes` = one rank's bytes / data ranks). Each sums only its part's gradients and receives the others' new weights.
 
 Invariant: a step whose gradient is not finite changes nothing, and a step that produces weights that are not finite ends the run.
 """
@@ -69,12 +69,12 @@ class Optimizer:
         with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
             chained = mcore.get_megatron_optimizer(config, self._ddp, overrides, use_gloo_process_groups=False)
         self._inner = chained.chained_optimizers
-        """One optimizer for the experts that expert ranks share, whose state is divided over other ranks, and one for all other parameters."""
+        """One optimizer for experts that expert ranks share, whose state is divided over other ranks, and one for the rest."""
         self._set_hyper_parameters()
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
-        # When several ranks have a parameter, each counts its own fragments. Tensor ranks have equal fragments of the parameters that they do
-        # not cut, so only the first one counts those.
+        # When several ranks have a parameter, each counts its own fragments. Tensor ranks have equal fragments of the parameters
+        # that they do not cut, so only the first one counts those.
         mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
         self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
         self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None
@@ -138,7 +138,7 @@ class Optimizer:
 
     @torch.no_grad()
     def gather_gradient(self) -> None:
-        """Sums the gradients over the ranks before the step, so that they are the same when `step` sums them again. Collective over all ranks."""
+        """Sums the gradients over all ranks before the step, so they are the same when `step` sums them again. Collective."""
         self._sum_gradients()
         self.keep_own()
 
@@ -154,7 +154,7 @@ class Optimizer:
             gradient.copy_(value)
 
     def _is_summed(self, fragment: Fragment) -> bool:
-        """Whether tensor ranks or stages have parts of the gradient of a parameter that they have in common. Otherwise each has all of it."""
+        """Whether tensor ranks or stages have parts of the gradient of a parameter that they share. Otherwise each has it all."""
         config, param = self.model.chunks[0].config, fragment.param
         if self.model.adapters is not None:
             return self.model.adapters.is_partial(param)
@@ -181,7 +181,7 @@ class Optimizer:
             yield from fragment.moments.values()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradient buffers, which `zero_grad` overwrites at the next step. With offload, they have memory during steps only."""
+        """Gradient buffers, which `zero_grad` overwrites at the next step. With offload, they have memory during steps only."""
         for chunk in self._ddp:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data

@@ -23,8 +23,7 @@ def load_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm of a run.
 
     Raises:
-        ConfigError: the source differs from the one that the run was configured with, has no usable function, or has a function that
-            fails on a synthetic batch.
+        ConfigError: the source differs from the run's, has no usable function, or has a function that fails on a synthetic batch.
     """
     source, turns = config.algorithm.source, 1 if config.environment is None else config.environment.max_turns
     most = turns * config.rollout.max_new_tokens
@@ -42,7 +41,7 @@ def load_algorithm(config: RunConfig) -> Algorithm:
 
 
 def run_on_synthetic_batch(algorithm: UserAlgorithm, source: AlgorithmSource, group_size: int) -> None:
-    """Runs the functions on a synthetic batch of two groups. Raises ConfigError when a function fails or its result is unusable."""
+    """Runs the functions on a synthetic batch of two groups. Raises ConfigError when one fails or its result is unusable."""
     batch = synthetic_batch(algorithm, group_size)
     try:
         advantages = algorithm.advantages(batch)

@@ -1,7 +1,7 @@
 """Routing replay (Ma et al. 2025): the learner sends each sampled token to the experts that the replica chose for it.
 
-The gradient goes through the weights of these experts, which the learner's router computes. Positions of a prompt, and those before a token
-of the environment, have no reported experts; there the learner's router decides.
+The gradient goes through the weights of these experts, which the learner's router computes. Positions of a prompt, and those
+before a token of the environment, have no reported experts; there the learner's router decides.
 
 Invariant: every sampled token of an iteration has a valid route in every layer, or the iteration fails.
 """
@@ -17,7 +17,7 @@ from polyreme_trainer.megatron.training.roles import AnyRole
 
 
 def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
-    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]; with turns int16 or int32, and -1 outside of them.
+    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]; with turns int16 or int32, -1 outside.
 
     Raises:
         DataError: a sampled token has no route that the model's routers can choose.
@@ -26,7 +26,8 @@ def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
     width = arch.expert_layers * arch.top_k * dtype.itemsize
     if sample.routes is None or sample.routes.shape[1] != width:
         raise DataError(
-            f"{width} bytes of experts per token ({arch.expert_layers} layers x {arch.top_k} of {arch.experts} experts), for trainer.moe.replay_routes",
+            f"{width} bytes of experts per token ({arch.expert_layers} layers x {arch.top_k} of {arch.experts} experts), "
+            "for trainer.moe.replay_routes",
             "none" if sample.routes is None else f"{sample.routes.shape[1]} bytes",
             "Use an engine that reports its routes, or set trainer.moe.replay_routes to false.",
         )

@@ -2,8 +2,7 @@
 
 With adapters, a reference that is the actor's initial model needs no separate model, see `BaseRole`.
 
-Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
-all of them alike.
+Invariant: a role without an optimizer changes only between iterations, if at all. Checkpoints and resumes handle all roles alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +27,11 @@ Model = TypeVar("Model", bound=ShardedModel, covariant=True)
 T = TypeVar("T")
 
 Forward = Callable[[MicroBatch], Tensor]
-"""A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n numbers, [n, k]."""
+"""A model's output for a micro-batch: a number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n, [n, k]."""
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
-"""Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its metrics. The step's
-loss is the sum over all micro-batches and data ranks."""
+"""Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its
+metrics. The step's loss is the sum over all micro-batches and data ranks."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +134,15 @@ class Role(Generic[Model]):
         self.optimizer.gather_gradient()
 
     def gradient(self) -> dict[str, tuple[int, Tensor]] | None:
-        """This rank's part of the gradient since the last optimizer step, as a kind of `RankState` (not copies); None without any. With several
-        ranks, after `gather_gradient`."""
+        """This rank's part of the gradient since the last optimizer step, as a kind of `RankState` (not copies); None without
+        any. With several ranks, after `gather_gradient`."""
         if self.optimizer is None or not self.has_gradient:
             return None
         return {fragment.name: (fragment.start, fragment.gradient) for fragment in self.optimizer.fragments}
 
     @torch.no_grad()
     def set_gradient(self, gradient: Mapping[str, Tensor] | None) -> None:
-        """Sets the gradient since the last optimizer step, of which this rank keeps its part. `gradient`: of this rank's whole parameters."""
+        """Sets the gradient since the last step, of which this rank keeps its part. `gradient`: of its whole parameters."""
         self.has_gradient = False
         if gradient is not None:
             self.clear_gradient()
@@ -195,7 +194,7 @@ class Role(Generic[Model]):
         return self.model.hidden(batch.ids)
 
     def _jobs(self, *terms: LossTerm[T]) -> Iterator[Job[T]]:
-        """This data rank's micro-batches of the terms. One without sequences, whose rank only takes part in the collectives, has no result."""
+        """This data rank's micro-batches of the terms. One without sequences only takes part in collectives and has no result."""
         for term in terms:
             forward = term.forward or self.output
             for batch in self.shard.micro_batches(
@@ -223,8 +222,8 @@ class Role(Generic[Model]):
             yield from self.optimizer.tensors()
 
     def rank_state(self) -> RankState:
-        """The weights and moments that training changes and that this rank saves (not copies). If several ranks have the same weights, the
-        first one saves them."""
+        """The weights and moments that training changes and that this rank saves (not copies). If several ranks have the same
+        weights, the first one saves them."""
         weights = {name: (0, param.flatten()) for name, param in self.model.own_state_dict().items()}
         state: dict[str, object] = {"steps": 0, WEIGHTS: weights}
         if self.optimizer is not None:

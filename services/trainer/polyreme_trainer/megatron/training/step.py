@@ -1,6 +1,6 @@
 """One iteration of training: advantages of the whole batch, then optimizer steps over micro-batches and data ranks.
 
-Invariant: the algorithm decides which samples have a gradient, and every rank takes the same optimizer steps, even if no sample has one.
+Invariant: the algorithm decides which samples have a gradient, and all ranks take the same optimizer steps, even if none has one.
 """
 
 import time
@@ -84,9 +84,9 @@ class Models(Protocol):
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
     """Runs every optimizer step of one iteration.
 
-    With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed first.
-    Sequences without a gradient are skipped, unless the step balances experts over all tokens. When no sequence is run, a few are, to measure
-    the mismatch. The optimizer steps in any case, so that its moments decay.
+    With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed
+    first. Sequences without a gradient are skipped, unless the step balances experts over all tokens. When no sequence is run, a
+    few are, to measure the mismatch. The optimizer steps in any case, so that its moments decay.
     """
     clock = Stopwatch()
     sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
@@ -160,13 +160,13 @@ def mixed_terms(batch: Iteration, number: int, models: Models) -> list[LossTerm[
 
 
 def step_means(sums: dict[str, tuple[float, float]], steps: int) -> dict[str, tuple[float, float]]:
-    """The metrics with the policy's loss as the mean over optimizer steps: the sum over a step's tokens is the step's loss, even if its
-    coefficients do not add up to 1."""
+    """The metrics with the policy's loss as the mean over optimizer steps: the sum over a step's tokens is the step's loss, even
+    if its coefficients do not add up to 1."""
     return {name: (value, steps if name == "policy_loss" else weight) for name, (value, weight) in sums.items()}
 
 
 def trained_samples(batch: Iteration, advantages: Advantages, weights: np.ndarray) -> TrainedSamples:
-    """How the optimizer steps used each sample. Its advantages are those of the tokens that the policy sampled, trained on or not.
+    """How optimizer steps used each sample. Its advantages are those of the tokens that the policy sampled, trained on or not.
 
     Args:
         weights: float64 [t], the sums of each token's coefficients in the policy's steps.

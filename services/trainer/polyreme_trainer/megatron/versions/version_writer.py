@@ -1,13 +1,12 @@
 """The version writer: the first copy of the model writes its slices of the policy into one arena slot.
 
-The first copy is on data rank 0's tensor ranks and stages; with expert ranks, also on those of the next data ranks, until all experts are there.
+The first copy is on data rank 0's tensor ranks and stages; with expert ranks, also on the next data ranks', until it is complete.
 
-Where these ranks are on several machines, the first rank of each of them owns an arena there, with the tensors that its machine writes: a part
-of the version, in the same slot everywhere. Otherwise the version has one part, and rank 0 owns its arena.
-Every tensor belongs to one part.
+Where these ranks are on several machines, the first rank of each owns an arena with the tensors that the machine writes: a part
+of the version, in the same slot everywhere. Otherwise rank 0 owns the arena of the only part. Each tensor is in one part.
 
-Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks wait at the
-barrier. The owner of an arena seals its part, and rank 0 has the manifests of all parts.
+Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks
+wait at the barrier. The owner of an arena seals its part, and rank 0 has the manifests of all parts.
 """
 
 import logging
@@ -148,7 +147,7 @@ class VersionWriter:
         return Written(sealed, slot, generation, parts=others) if self._ranks.leads else Written(None, slot, 0)
 
     def _gather(self, sealed: Manifest | None) -> tuple[RemotePart, ...]:
-        """The parts of the other machines, on rank 0. Collective where there are several parts. `sealed`: this machine's, from its owner."""
+        """The other machines' parts, on rank 0. Collective with several parts. `sealed`: this machine's, from its owner."""
         if self.parts == 1:
             return ()
         mine = None if sealed is None or self._ranks.leads else sealed.to_proto().SerializeToString()

@@ -1,6 +1,6 @@
 """One tracker's process: python -m polyreme_trainer.observe.trackers RUN_DIR RUN_ID KIND [--last]
 
-SIGTERM, or --last, asks it to send the existing records of metrics.jsonl and end. A failure of the tracker ends it with a traceback.
+SIGTERM, or --last, asks it to send the existing records of metrics.jsonl and end. A tracker's failure ends it with a traceback.
 """
 
 import signal

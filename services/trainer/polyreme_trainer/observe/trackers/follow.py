@@ -1,8 +1,8 @@
 """Sends a run's metrics from metrics.jsonl to one tracker.
 
-Invariant: metrics.jsonl is the queue. It has each iteration once, and the tracker's cursor has the position up to which it was sent. A
-tracker that is slow, unreachable or restarted gets every record in order, and training never waits for one. A process that is killed after
-sending a record and before writing its cursor sends that record again.
+Invariant: metrics.jsonl is the queue. It has each iteration once, and the tracker's cursor has the position up to which it was
+sent. A tracker that is slow, unreachable or restarted gets every record in order, and training never waits for one. A process
+that is killed after sending a record and before writing its cursor sends that record again.
 """
 
 import json

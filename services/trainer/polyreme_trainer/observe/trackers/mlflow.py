@@ -56,7 +56,8 @@ class MlflowTracker:
 
 
 def metric_names(names: Iterable[str]) -> dict[str, str]:
-    """The names that MLflow takes, by ours: a metric may not be below another one in its store of files, as those of a reward's parts are."""
+    """The names that MLflow takes, by ours: a metric may not be below another one in its store of files, as those of a reward's
+    parts are."""
     found, known = {}, list(names)
     for name in known:
         parent = next((f"{each}/" for each in known if name.startswith(f"{each}/")), "")

@@ -1,6 +1,6 @@
 """An agent's episode on an environment server, whose requests are answered at the same time.
 
-Invariant: the turns begin in the order of the requests. When the episode ends, so do the turns that are still sampled; they are no part of it.
+Invariant: turns begin in the order of requests. When the episode ends, so do the turns still sampled; they are no part of it.
 """
 
 import asyncio

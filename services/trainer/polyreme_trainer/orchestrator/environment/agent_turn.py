@@ -1,7 +1,7 @@
 """A turn that an agent asked for.
 
-Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end. A turn begins before the
-first wait, so turns begin in the order of their requests.
+Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end. A turn begins
+before the first wait, so turns begin in the order of their requests.
 """
 
 import json

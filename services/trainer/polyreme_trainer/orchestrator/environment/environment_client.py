@@ -1,7 +1,7 @@
 """The environment servers of a run: it plays episodes over those with a lease.
 
-Invariant: a server plays at most as many episodes of this client as its lease says. A server that is lost, or that refuses, costs no episode
-its reward: the episode begins again elsewhere. What a server says is checked before it reaches a record.
+Invariant: a server plays at most as many episodes of this client as its lease says. A server that is lost, or that refuses, costs
+no episode its reward: the episode begins again elsewhere. What a server says is checked before it reaches a record.
 """
 
 import asyncio
@@ -214,7 +214,7 @@ class EnvironmentClient:
 
     @asynccontextmanager
     async def _claim(self) -> AsyncIterator[_EnvironmentServer]:
-        """The server with the most room, in order of arrival. Raises UnavailableError when there was none, full or not, for start_timeout."""
+        """The server with most room, in order of arrival. Raises UnavailableError after start_timeout without any, even full."""
         waiter: asyncio.Future[_EnvironmentServer] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._deadline = time.monotonic() + self._config.start_timeout

@@ -1,7 +1,7 @@
 """The environment of several turns: every episode of a group has a session of its own, and a host that plays it.
 
-Invariant: an episode has an outcome and a reward that its host gave, or the attempt at its group fails. A host that is lost costs its running
-episodes a try; an episode begins again with the same seeds.
+Invariant: an episode has an outcome and a reward that its host gave, or the attempt at its group fails. A host that is lost costs
+its running episodes a try; an episode begins again with the same seeds.
 """
 
 import json

@@ -22,7 +22,7 @@ Finished = tuple[list[SampleRecord], EpisodeRecord]
 class FinishedEpisodes:
     """The finished ones of a task's `count` episodes, as a `Recoverable`.
 
-    A part has the numbers of its episodes (their count and each of them as a little-endian uint32), then a Group with these episodes.
+    A part has the numbers of its episodes (their count and each as a little-endian uint32), then a Group with these episodes.
     """
 
     cuts = 0

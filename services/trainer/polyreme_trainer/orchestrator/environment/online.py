@@ -1,7 +1,7 @@
 """The environment of a running product: its sessions become groups of the log when they have their rewards.
 
-Invariant: nothing is admitted. A group is appended together with the end of its sessions, so each is trained on once, and everything that
-decides about a session is in the log. A session without a reward is dropped with a reason, and never gets a number instead.
+Invariant: nothing is admitted. A group is appended together with the end of its sessions, so each is trained on once, and all
+that decides about a session is in the log. A session without a reward is dropped with a reason and never gets a number.
 """
 
 import logging
@@ -180,7 +180,7 @@ class OnlineExperience:
 
 
 def complete_groups(rewarded: Sequence[tuple[str, str]], size: int) -> list[list[str]]:
-    """The ids of each group of `size` sessions of one task, in the order of their last ones. `rewarded`: ids and tasks, oldest first. Pure.
+    """Ids of each group of `size` sessions of a task, in order of their last ones. `rewarded`: ids and tasks, oldest first. Pure.
 
     A group of one needs no task.
     """

@@ -42,7 +42,7 @@ class OnlineTurns:
     """Answers what the environment servers with a lease ask for, as many turns at once as each of them plays.
 
     Args:
-        sampled: samples a turn, and tells of it meanwhile if the request is streamed. Raises DataError, EpisodeError, GenerateError or UnavailableError.
+        sampled: samples a turn, and streams it if asked. Raises DataError, EpisodeError, GenerateError or UnavailableError.
     """
 
     def __init__(self, run: Run, config: EnvironmentConfig, sampled: Sampled) -> None:
@@ -107,7 +107,7 @@ class OnlineTurns:
             await asyncio.sleep(_BACKOFF.draw(failures))
 
     async def _one(self, server: _Server) -> None:
-        """One turn. The call waits for it without a deadline: the product asks when it likes. A turn that nobody wants any more ends."""
+        """One turn. The call waits without a deadline: the product asks when it likes. A turn that nobody wants any more ends."""
         call = server.calls.begin(pb.RunRequest(start=pb.Start()))
         tasks: list[asyncio.Task[object]] = []
 

@@ -1,7 +1,6 @@
 """The seam between the orchestrator and its environments.
 
-Invariant: the orchestrator's loop, the log and the learner know no environment by name. An environment knows neither the log's states nor
-the learner.
+Invariant: the orchestrator's loop, log and learner know no environment by name. None knows the log's states or the learner.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
     async def collect(self) -> bool:
-        """Appends the groups that came from outside. Returns whether the run's groups come from there, so that none is admitted."""
+        """Appends the groups that came from outside. Returns whether the run's groups come from there, so none is admitted."""
 
     async def metrics(self) -> dict[str, float]:
         """Further metrics of an iteration."""

@@ -1,7 +1,7 @@
-"""The scores of finished episodes: those of their environment, or of the run's rewards; and the teacher's view of what was sampled.
+"""Finished episodes' scores: those of their environment, or of the run's rewards; and the teacher's view of what was sampled.
 
-Invariant: with rewards, an episode's score is theirs alone; what its environment gave is kept as a part without weight. A reward is asked once
-about an episode, with the whole conversation. The teacher is asked about every trajectory that is trained on.
+Invariant: with rewards, an episode's score is theirs alone; what its environment gave is kept as a part without weight. A reward
+is asked once about an episode, with the whole conversation. The teacher is asked about every trajectory that is trained on.
 """
 
 import json

@@ -1,8 +1,8 @@
 """One episode's policy: it samples an answer to messages, and keeps the exact tokens of the conversation.
 
-Invariant: a turn's context is that of the turn that it follows, its answer, and what the chat template writes behind an answer for the new
-messages (see `trajectories`). A turn counts only when it is complete, so a session that ends in mid-turn has the turns before.
-Several turns may be sampled at the same time; what they are does not depend on the order in which they end.
+Invariant: a turn's context is that of the turn that it follows, its answer, and what the chat template writes behind an answer
+for the new messages (see `trajectories`). A turn counts only when it is complete, so a session that ends in mid-turn has the
+turns before. Several turns may be sampled at the same time; what they are does not depend on the order in which they end.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn's message without special tokens, the same with them but without the stop token, whether it was cut at its maximum length, the
-    tokens before it, int32 [c], and its own, int32 [t], with their log-probabilities, float32 [t]."""
+    """A turn's message without special tokens, the same with them but without the stop token, whether it was cut at its maximum
+    length, the tokens before it, int32 [c], and its own, int32 [t], with their log-probabilities, float32 [t]."""
 
     text: str
     raw: str
@@ -151,12 +151,12 @@ class EpisodeSession:
         """Samples a turn. One that is cancelled is no part of a trajectory, but is shown among the messages.
 
         Args:
-            messages: what came since the answer that it follows. Without one they are the whole conversation; none: the row's prompt.
+            messages: what came since the answer that it follows. Without one, the whole conversation; none: the row's prompt.
             number: that of the turn, above those of all turns that have begun. None: the next one.
             after: the number of the turn that it follows, from 1; 0: none. None: the newest turn, if there is one.
             max_tokens: upper bound of its tokens, in addition to rollout.max_new_tokens.
-            prompt: in place of messages and without the chat template, what stands behind the turn that it follows, as text; or the whole
-                context, as tokens, of which those of an earlier turn may be the beginning.
+            prompt: in place of messages and without the chat template, what stands behind the turn that it follows, as text; or
+                the whole context, as tokens, of which those of an earlier turn may be the beginning.
             stop: texts that end it, with the token that completes one of them.
             stop_ids: tokens that end it too.
             tell: is told what the turn's text goes on with, as it is sampled, and the turn's context.
@@ -296,5 +296,5 @@ def _is_cut(sample: PartialRollout) -> bool:
 
 
 def _seed(seed: int, group: int, attempt: int, episode: int, before: int, _: int, prefix: int) -> int:
-    """The seed of a token with `before` + `prefix` tokens of its trajectory before it; each trajectory counts from a number of its own."""
+    """The seed of a token after `before` + `prefix` tokens of its trajectory; each trajectory counts from a number of its own."""
     return sequence_seed(seed, group, attempt, episode, before + prefix)

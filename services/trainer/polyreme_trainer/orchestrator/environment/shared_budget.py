@@ -34,7 +34,7 @@ class SharedBudget:
                 self._budget.freed(self._group)
 
     def next_part(self, number: int, clock: EpisodeClock) -> Callable[[PartialRollouts], Awaitable[NextPart]] | None:
-        """What grants the tokens of a turn's next call, and waits for them; None: all of them. The wait costs the episode no time."""
+        """What grants the tokens of a turn's next call, and waits for them; None: all. The wait costs the episode no time."""
         return None if self._budget is None else partial(self._granted, self._budget, number, clock)
 
     async def _granted(self, budget: TokenBudget, number: int, clock: EpisodeClock, rollouts: PartialRollouts) -> NextPart:

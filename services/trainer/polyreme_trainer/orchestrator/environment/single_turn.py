@@ -1,6 +1,6 @@
 """The environment of a single turn: the policy answers the prompt once, then the run's rewards or its teacher score the answer.
 
-Invariant: on a single replica, index and attempt determine the tokens. All samples of a group are one request, and one call of the rewards.
+Invariant: on one replica, index and attempt determine the tokens. A group's samples are one request and one call of the rewards.
 """
 
 import time

@@ -1,9 +1,9 @@
 """The exact tokens of an episode: its trajectories, and the turns that the policy sampled in them.
 
-Invariant: tokens that were sampled are never encoded again, and each of them is in one trajectory, in the context in which it was sampled. A
-turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its context; so does one that follows
-the last turn of a trajectory which another turn continues at the same time. What belongs to what, and the order of the trajectories, depend
-on the order in which the turns begin, not on that in which they end.
+Invariant: tokens that were sampled are never encoded again, and each of them is in one trajectory, in the context in which it was
+sampled. A turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its
+context; so does one that follows the last turn of a trajectory which another turn continues at the same time. What belongs to
+what, and the order of the trajectories, depend on the order in which the turns begin, not on that in which they end.
 """
 
 import math
@@ -28,8 +28,8 @@ _BUG = "Report this as a bug; the session cannot be continued."
 
 @dataclass
 class Trajectory:
-    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their samples; and
-    whether a turn is being sampled behind them."""
+    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their
+    samples; and whether a turn is being sampled behind them."""
 
     number: int
     prompt: np.ndarray
@@ -86,14 +86,14 @@ class Trajectories:
         return trajectory.sampled[place]
 
     def behind_messages(self, after: int, messages: Sequence[Message], tools: Tools) -> Begun:
-        """A turn behind messages that follow a turn, or that are the whole conversation; none: the row's prompt. Raises DataError."""
+        """A turn behind messages that follow a turn, or are the whole conversation; none: the row's prompt. Raises DataError."""
         if not after:
             return self._behind(0, self._tail.begin(messages, tools) if messages else self._prompt)
         exact = self._exact(after)
         return self._behind(after, np.concatenate([exact, self._tail.after(exact, messages, tools)]))
 
     def behind_text(self, after: int, text: str) -> Begun:
-        """A turn behind a text that follows a turn. Where the text goes on without the stop token that ended it, so does a new trajectory."""
+        """A turn behind a text after a turn. Where the text lacks the stop token that ended it, a new trajectory goes on."""
         if not after:
             return self._behind(0, self._template.encode_prompts([text])[0])
         exact, behind = self._exact(after), self._template.encode([text])[0]

@@ -43,6 +43,6 @@ class TurnText:
 
 
 def opens_thought(template: Template, context: np.ndarray) -> bool:
-    """Whether a context ends within a thought that the answer goes on with, as the chat templates of some models have it. int32 [c]."""
+    """Whether a context ends within a thought that the answer goes on with, as some models' chat templates have it. int32 [c]."""
     (end,) = template.decode([context[-_OPENING_TOKENS:].tolist()], special=True)
     return end.rstrip().endswith(_OPEN_THOUGHT)

@@ -1,6 +1,6 @@
 """Metrics of an evaluation with several answers to each prompt.
 
-Invariant: pure. A metric over fewer answers than there are is its expectation over the choice of answers, not the value of one choice.
+Invariant: pure. A metric over fewer answers than there are is its expectation over the choice of answers, not one choice's value.
 """
 
 import math
@@ -24,8 +24,8 @@ def answer_metrics(
 ) -> dict[str, float]:
     """The metrics over n answers to each prompt; {} for n = 1, where the mean is sufficient.
 
-    `mean@n` is the mean score, `best@n` the mean of each prompt's best score, `majority@n` the mean score of each prompt's most frequent
-    answer. `pass@k` for k = 1, 2, 4, ... and n exists if scores are 1 for a right and 0 for a wrong answer.
+    `mean@n` is the mean score, `best@n` the mean of each prompt's best score, `majority@n` the mean score of each prompt's most
+    frequent answer. `pass@k` for k = 1, 2, 4, ... and n exists if scores are 1 for a right and 0 for a wrong answer.
 
     Args:
         scores: n numbers for each prompt.

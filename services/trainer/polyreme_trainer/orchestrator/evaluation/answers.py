@@ -48,7 +48,7 @@ class HeldOutSet:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the inputs that determine its results besides the policy and the rewards: the prompts, and how each is answered."""
+        """The digest of inputs that determine its results besides policy and rewards: the prompts and how each is answered."""
         settings = self.settings
         several = (settings.temperature, settings.pattern) if settings.answers > 1 else ()
         found = xxhash.xxh3_64(json.dumps([settings.answers, *several]).encode())
@@ -81,7 +81,7 @@ class EvaluationPace:
     answered: int = 0
 
     def add(self, answers: int, now: float) -> EvaluationProgress | None:
-        """Counts answers, at least one. Returns the record to emit if the previous one, or the first answer, is PROGRESS_SECONDS old."""
+        """Counts at least one answer. Returns a record to emit if the previous, or the first answer, is PROGRESS_SECONDS old."""
         if not self.answered:
             self.began, self.reported, self.first = now, now, answers
         self.answered += answers
@@ -119,7 +119,7 @@ class HeldOutAnswers(Protocol):
         """Whether every score is 1 for a right or 0 for a wrong answer."""
 
     async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[ScoredAnswer]:
-        """The answers to each prompt, prompt by prompt. Their seeds depend on the prompt's position in its set and not on the version.
+        """The answers, prompt by prompt. Their seeds depend on the prompt's position in its set and not on the version.
 
         Args:
             first: the number of the set's first answer within the evaluation.

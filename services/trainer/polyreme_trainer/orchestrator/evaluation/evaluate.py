@@ -1,5 +1,5 @@
-"""Evaluates one policy version: one greedy answer or several sampled ones to each prompt of each held-out set, by the replicas, and the
-rewards or the environment, of training.
+"""Evaluates one policy version: one greedy answer or several sampled ones to each prompt of each held-out set, by the replicas,
+and the rewards or the environment, of training.
 
 Invariant: a result belongs to exactly one version, and its samples never reach the experience log: they are in the run directory,
 samples/evaluation_VERSION.jsonl, before the result is on record.
@@ -62,7 +62,7 @@ class Evaluator:
         """Emits the `eval` record of a version, and returns the result that decides about the best version.
 
         Raises:
-            EvaluationError: generation, scoring or the environment failed, another version sampled some tokens, or there is no metric `eval_best`.
+            EvaluationError: generation, scoring or environment failed, another version sampled tokens, or no metric `eval_best`.
             UnavailableError: there is no replica, or no server that scores.
         """
         begin = time.monotonic()
@@ -103,8 +103,8 @@ class Evaluator:
         return evaluation_of(record)[1]
 
     def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> tuple[str, dict[str, object] | None]:
-        """The digest of the set that decides about the best version, and the deciding metric with its value; None: it is the mean of the
-        first set, which has no name."""
+        """The digest of the set that decides about the best version, and the deciding metric with its value; None: it is the mean
+        of the first set, which has no name."""
         config = self._config
         settings, metric = best_metric([each.settings for each, _ in found], config.eval_best, config.part_names)
         chosen, result = next((each, result) for each, result in found if each.settings is settings)

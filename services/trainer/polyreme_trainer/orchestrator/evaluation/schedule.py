@@ -1,6 +1,6 @@
 """Schedules the evaluations of a run: each due version once, one at a time, in order.
 
-Invariant: the experience log records each version whose evaluation has ended or was skipped, so that no replica is held at a version that will not be evaluated.
+Invariant: the log records each version whose evaluation ended or was skipped, so no replica is held at one without evaluation.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class EvalSchedule:
             self._done.add(evaluated)
 
     async def start_next(self, version: int, group: asyncio.TaskGroup) -> None:
-        """Starts the evaluation that is due at the learner's `version`, unless one is running. Skips versions that replicas have left."""
+        """Starts the evaluation due at the learner's `version`, unless one is running. Skips versions that replicas have left."""
         if self._evaluator is None or self.running or version < 0:
             return
         if self._resumed_at is None:
@@ -78,7 +78,7 @@ class EvalSchedule:
             return
 
     def admits(self, version: int) -> bool:
-        """Whether groups may be admitted at the learner's `version`. At a newer version than the held one they would only wait."""
+        """Whether groups may be admitted at the learner's `version`. At newer versions than the held one they would only wait."""
         return not self.running or (not self._exclusive and self._pool.held is not None and version <= self._pool.held)
 
     async def _evaluate(self, evaluator: Evaluator, version: int) -> None:
@@ -102,7 +102,7 @@ class EvalSchedule:
             self._ended()
 
     async def _stop_if_no_better(self, version: int, score: float) -> None:
-        """Asks the run to save and stop after `eval_stop_after` results in a row without a new best. A resume starts a new count."""
+        """Asks the run to save and stop after `eval_stop_after` results in a row without a new best. A resume counts anew."""
         limit = self._config.eval_stop_after
         if self._best is None or score > self._best[1]:
             self._best, self._worse = (version, score), 0

@@ -1,8 +1,8 @@
 """Generates the samples of one prompt, over as many replicas as needed.
 
-Invariant: no token that arrived is generated again. When a replica dies, drains or stops sending, the unfinished samples continue on another
-one from their prefixes. A sample that cannot be finished is an error, never a shorter sample. With a token budget, a call may pause a sample
-before its end; a later call continues it in the same way.
+Invariant: no token that arrived is generated again. When a replica dies, drains or stops sending, the unfinished samples continue
+on another one from their prefixes. A sample that cannot be finished is an error, never a shorter sample. With a token budget, a
+call may pause a sample before its end; a later call continues it in the same way.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MAX_FAULTS = 5
 """Number of broken calls after which the attempt fails."""
 
 MESSAGES_PER_SECOND = 1000
-"""Messages of all calls together, beyond which each of them gathers more tokens: a message costs this process far more than its tokens."""
+"""Messages of all calls together beyond which each gathers more tokens: a message costs this process far more than its tokens."""
 LEAST_GATHER, MOST_GATHER = 0.2, 2.0
 """Bounds of `gather_seconds`. The death of a replica loses this much more generation; the longest is below SILENCE_TIMEOUT."""
 
@@ -204,7 +204,7 @@ def _request(
 
 
 def _explain(error: grpc.aio.AioRpcError | TimeoutError, claim: Claim, chunk_timeout: float) -> tuple[str, bool]:
-    """A description of the failure, and whether the replica was only full or lacked the version, which does not count as a broken call."""
+    """The failure's description, and whether the replica was only full or lacked the version, which counts as no broken call."""
     if isinstance(error, TimeoutError):
         return f"replica {claim.target.id} left, fell behind, or was silent for {chunk_timeout:.0f} s", False
     what = f"replica {claim.target.id} answered {error.code().name}: {error.details()}"

@@ -89,7 +89,7 @@ class PartialRolloutLog:
             await self.save()
 
     async def save(self, paused: Container[int] = ()) -> None:
-        """Saves new tokens of the groups that are older than the interval; with `paused`, of the groups in `paused` whatever their age."""
+        """Saves new tokens of the groups older than the interval; with `paused`, of the groups in `paused` whatever their age."""
         async with self._saving:
             await self._save(paused)
 

@@ -1,7 +1,7 @@
 """Partial rollouts: chunks of one or several calls become whole samples. Pure.
 
-Invariant: ids and log-probabilities of a partial rollout have equal length, and so have its routes if it has any; its spans cover that length
-in order, and nothing follows a stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
+Invariant: a partial rollout's ids, log-probabilities and routes, if any, have equal length; its spans cover that length in order,
+and nothing follows a stop token. So after any chunk, another replica can continue exactly after the last token that arrived.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,8 @@ class BadStreamError(Exception):
 
 @dataclass
 class PartialRollout:
-    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, routes (equally many bytes per token, or none), spans
-    (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it.
+    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, routes (equally many bytes per token, or none),
+    spans (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it.
 
     Attributes:
         call_start: its length when the newest call began.
@@ -125,7 +125,7 @@ class PartialRollouts:
                 self.cuts += 1
 
     def end_lost(self) -> list[PartialRollout]:
-        """Ends the samples whose last token arrived but whose end was lost with its replica. Returns those that are still unfinished."""
+        """Ends the samples whose last token arrived but whose end was lost with its replica. Returns those still unfinished."""
         for sample in self.unfinished():
             if sample.length and int.from_bytes(sample.ids[-4:], "little", signed=True) in self._stop_ids:
                 sample.finish_reason = experience_pb2.FINISH_REASON_STOP
@@ -137,7 +137,7 @@ class PartialRollouts:
         """The samples that a new call must continue.
 
         Args:
-            tokens: the maximum number of tokens to add to each sample, by index; a sample without an entry stays paused. None: no limit.
+            tokens: the most tokens to add to each sample, by index; a sample without an entry stays paused. None: no limit.
         """
         for sample in self.end_lost():
             sample.call_start, sample.call_end = sample.length, None
@@ -183,13 +183,13 @@ class PartialRollouts:
             raise BadStreamError(f"expected at most {self.max_new} tokens in sequence {chunk.slot}; found {start + count}")
         if bad := count - int(np.count_nonzero(np.isfinite(np.frombuffer(chunk.logprobs, "<f4")))):
             raise BadStreamError(
-                f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: its "
-                "weights have diverged. Fix: lower trainer.optimizer.lr and continue from an earlier checkpoint"
+                f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: "
+                "its weights have diverged. Fix: lower trainer.optimizer.lr and continue from an earlier checkpoint"
             )
         if count and (len(chunk.routes) % count or (start and len(chunk.routes) != count * sample.route_bytes)):
             raise BadStreamError(
-                f"expected equally many bytes of routes for every token of sequence {chunk.slot}, {sample.route_bytes} in its first {start}; "
-                f"found {len(chunk.routes)} for {count} more"
+                f"expected equally many bytes of routes for every token of sequence {chunk.slot}, {sample.route_bytes} in its "
+                f"first {start}; found {len(chunk.routes)} for {count} more"
             )
         sample.ids += chunk.token_ids
         sample.logprobs += chunk.logprobs

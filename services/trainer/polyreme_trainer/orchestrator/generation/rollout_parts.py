@@ -40,7 +40,7 @@ class RolloutParts:
 
 
 def part_since(marks: Sequence[Mark], rollouts: PartialRollouts, prompt_ids: np.ndarray) -> bytes:
-    """A serialized Group with what arrived since `marks`: new ids and log-probabilities, and all spans of the samples that changed."""
+    """A serialized Group with what arrived since `marks`: new ids and log-probabilities, and all spans of changed samples."""
     part = experience_pb2.Group(prompt_ids=prompt_ids.astype("<i4").tobytes())
     for sample, mark in zip(rollouts.samples, marks, strict=True):
         if mark == (sample.length, sample.finish_reason):

@@ -1,6 +1,6 @@
 """Samples from the policy over all replicas, with the run's settings.
 
-Invariant: the seed of a token depends only on the run's seed, the group's index and attempt, the sample, and the number of tokens before it.
+Invariant: a token's seed depends only on the run's seed, the group's index and attempt, the sample and the token's position.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
-"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version. The turns of
-an episode have one budget, so that it pauses in a turn or between two.
+"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version.
+The turns of an episode have one budget, so that it pauses in a turn or between two.
 
-Invariant: no policy version samples more than the budget of a sample, except in groups that the learner's next plan cannot do without. A paused
+Invariant: no policy version samples more than a sample's budget, except in groups that the learner's next plan needs. A paused
 sample keeps its tokens, log-probabilities and versions; the replica that continues it computes the prefix again.
 """
 
@@ -28,7 +28,7 @@ class NextPart:
 
 
 def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int, others: Sequence[Span] = ()) -> NextPart:
-    """The samples that may continue at the learner's `version`, and their limits. Empty when all have used the budget of that version. Pure.
+    """Samples that may continue at the learner's `version`, and their limits. Empty when all used that version's budget. Pure.
 
     A sample that has used the budget of its newest version needs a newer one. All samples of a call share its `min_version`.
 
@@ -50,10 +50,10 @@ def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int, o
 def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) -> set[int]:
     """The paused groups that must continue at once, because the learner waits for its next plan. Pure.
 
-    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i), which later plans
-    can still take. For example, with 4 groups per iteration, staleness 1 and i = 7: if 6 groups must be trained by iteration 8, then
-    iteration 7 takes at least 2 of them. d = i + staleness gives the whole plan. If too few of them are ready or running, the oldest paused
-    groups continue.
+    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i), which
+    later plans can still take. For example, with 4 groups per iteration, staleness 1 and i = 7: if 6 groups must be trained by
+    iteration 8, then iteration 7 takes at least 2 of them. d = i + staleness gives the whole plan. If too few of them are ready
+    or running, the oldest paused groups continue.
     """
     if unplanned.planned != unplanned.version:
         return set()
@@ -71,7 +71,7 @@ def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) 
 
 @dataclass(eq=False)
 class _Paused:
-    """Samples of a group that wait together: all unfinished ones, or that of one episode. `beyond`: they get a part beyond the budget."""
+    """Samples of a group that wait together: all unfinished, or one episode's. `beyond`: they get a part beyond the budget."""
 
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
     beyond: bool = False
@@ -107,7 +107,7 @@ class TokenBudget:
         self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
 
     async def next_part(self, index: int, rollouts: PartialRollouts, others: Callable[[], Sequence[Span]] = tuple) -> NextPart:
-        """The tokens that the next call for a group, or for an episode of it, may add. Waits while all its unfinished samples are paused.
+        """The tokens that the next call for a group or an episode may add. Waits while all its unfinished samples are paused.
 
         Args:
             others: the spans of the episode's other turns, which may grow.
@@ -123,12 +123,12 @@ class TokenBudget:
             is_beyond = await self._pause(index, rollouts)
 
     def freed(self, index: int) -> None:
-        """Lets the turns of a group's episodes that wait look again: another one has ended, maybe before it used what it was given."""
+        """Lets the turns of a group's episodes that wait look again: another has ended, maybe before it used what it got."""
         for paused in self._paused.get(index, ()):
             paused.resumed.set()
 
     async def update(self) -> None:
-        """Resumes the groups that have a budget again, and those that the learner's next plan needs. Records which ones stay paused."""
+        """Resumes the groups with a budget again, and those that the learner's next plan needs. Records which stay paused."""
         async with self._updating:
             self._resume(await self._experience.unplanned())
             still = self._waiting()
@@ -161,8 +161,8 @@ class TokenBudget:
             await self.update()
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """The counts of an iteration's metrics since the last call: the number of samples that waited after using their budget, and of parts
-        beyond it."""
+        """The counts of an iteration's metrics since the last call: the number of samples that waited after using their budget,
+        and of parts beyond it."""
         waited, beyond = self._waited, self._beyond
         self._waited = self._beyond = 0
         return {"rollout/paused_samples": (waited, 0), "rollout/parts_beyond_budget": (beyond, 0)}

@@ -56,8 +56,8 @@ class OrchestratorWork:
 
 
 def metrics_of(own: OrchestratorWork, others: Sequence[OrchestratorWork]) -> dict[str, float]:
-    """The metrics of an iteration: those that were counted, and how long replicas waited for work. That is known for each orchestrator's own
-    calls only, so it is the wait for the one that kept them busiest, as a share of the time of `own`."""
+    """The metrics of an iteration: those that were counted, and how long replicas waited for work. That is known for each
+    orchestrator's own calls only, so it is the wait for the one that kept them busiest, as a share of the time of `own`."""
     waits = [own.seconds * each.idle_seconds / each.seconds for each in others if each.seconds > 0]
     counts = total((own.counts, *(each.counts for each in others)))
     numbers = {name: number / count if count else number for name, (number, count) in counts.items()}

@@ -111,7 +111,7 @@ class GroupTasks:
             return await self._retry(admission, "expired")
 
     def _check_first_groups(self, index: int, error: ScoreError) -> None:
-        """Fails a run whose first groups all fail for the same reason in the rewards, since neither waiting nor more attempts would help.
+        """Fails a run whose first groups all fail for one reason in the rewards, since neither waiting nor retrying would help.
 
         Raises:
             RunFailedError: the groups failed for that reason.

@@ -1,8 +1,7 @@
-"""Which groups are left out: before they are sampled, those whose prompts are always or never solved; when they are scored, those whose
-samples have no gradient.
+"""Groups that are left out: before sampling, those with always or never solved prompts; after scoring, those without a gradient.
 
-Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor makes the same decisions. During
-one iteration at most REFILL times its number of groups is dropped, so an iteration ends even if every prompt's scores are equal.
+Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor decides the same. In
+one iteration at most REFILL times its number of groups is dropped, so it ends even if all prompts' scores are equal.
 """
 
 from collections.abc import Callable
@@ -24,9 +23,9 @@ REFILL = 3
 
 
 class DynamicSampling:
-    """Dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2): decides which groups are dropped, so that the log admits others in
-    their place, and counts them and their scores. Groups beyond the limit are kept and make the batch smaller: the algorithm leaves them out of
-    the loss and of its divisor.
+    """Dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2): decides which groups are dropped, so that the log admits
+    others in their place, and counts them and their scores. Groups beyond the limit are kept and make the batch smaller: the
+    algorithm leaves them out of the loss and of its divisor.
 
     Args:
         enabled: whether groups are dropped at all.
@@ -54,8 +53,8 @@ class DynamicSampling:
         self._left = self._limit
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """The counts of an iteration's metrics since the last call: dropped groups, and the mean score of all groups, dropped ones included.
-        Resets them."""
+        """The counts of an iteration's metrics since the last call: dropped groups, and the mean score of all groups, dropped
+        ones included. Resets them."""
         scored = [*self._dropped, *self._kept]
         counts = {"rollout/dropped_groups": (float(len(self._dropped)), 0)}
         if scored:
@@ -99,8 +98,7 @@ class PromptFilter:
         return Tally(prompt_key(self._prompt_of(record.index)), count, solved)
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """The counts of an iteration's metrics since the last call: skipped prompts, and the mean pass rate of those that were sampled.
-        Resets them."""
+        """Metric counts of an iteration since the last call: skipped prompts, and mean pass rate of sampled ones. Resets them."""
         if self._rule is None:
             return {}
         counts = {"rollout/skipped_prompts": (float(self._skipped), 0)}

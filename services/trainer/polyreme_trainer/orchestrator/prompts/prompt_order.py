@@ -1,7 +1,7 @@
 """The prompt of each group index, and the seed of each sampler, as pure functions of the run's seed.
 
-Invariant: nothing here depends on time, on earlier calls or on a library's random generator, so that a takeover, a resume or a newer
-numpy gives the same prompts and seeds.
+Invariant: nothing here depends on time, on earlier calls or on a library's random generator, so that a takeover, a resume or a
+newer numpy gives the same prompts and seeds.
 """
 
 import struct
@@ -19,8 +19,8 @@ _U64 = (1 << 64) - 1
 class PromptOrder:
     """The assignment of prompts to groups.
 
-    A pass has as many places as there are prompts. Without weights it has each prompt once. With weights a source gets its share of the
-    places of every pass, and iterates over its own prompts in separate passes, so that all of them are used even with a small share.
+    A pass has as many places as there are prompts. Without weights it has each prompt once. With weights a source gets its share
+    of the places of every pass, and iterates over its own prompts in separate passes, so all are used even with a small share.
 
     Args:
         seed: seed of the order.

@@ -1,7 +1,7 @@
 """Measures the idle time of replicas, the counterpart of the learner's wait. Pure; time is an argument.
 
-Invariant: a replica is idle while no call of the orchestrator runs on it, whatever the reason (the staleness bound, a reward outage, the
-long answers at an iteration's end). A weight swap during a call is not idle time.
+Invariant: a replica is idle while no call of the orchestrator runs on it, whatever the reason (the staleness bound, a reward
+outage, the long answers at an iteration's end). A weight swap during a call is not idle time.
 """
 
 

@@ -1,9 +1,9 @@
 """The live rollout replicas, the versions that they serve, and the claims on them.
 
-Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
-not in a replica, except during the swap to its version: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
-answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples. For a short time after
-the first replica has staged a version, those that have yet to stage it keep their share.
+Invariant: targets are live leases with our API version, and every claim returns its promised tokens at its end. Work waits here,
+not in a replica, except during the swap to its version: it goes to a replica with capacity, oldest policy version first, then in
+order of arrival. Thus long answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its
+running samples. For a short time after the first replica staged a version, those yet to stage it keep their share.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 STRAGGLER_CHECK_INTERVAL = 0.5
 SHARE_SECONDS = 10.0
 GRANT_SECONDS_PER_REPLICA = 50e-6
-"""Seconds between two looks at all replicas for waiting claims, for each replica: such looks cost a bounded share of the processor."""
+"""Seconds between two looks at all replicas for waiting claims, per replica: such looks cost a bounded share of the processor."""
 CHECKS_PER_TIMEOUT = 10
 """Availability checks per timeout while a claim waits."""
 
@@ -48,7 +48,7 @@ class ReplicaPool:
     Attributes:
         targets: the replicas by id.
         held: the version at which replicas are held for its evaluation; None: they follow the newest.
-        is_shared: whether other orchestrators use the replicas too. Each then takes its share of their capacity, so that work waits here.
+        is_shared: whether other orchestrators use the replicas too. Each takes its share of their capacity, so work waits here.
         idle_time: idle time of the replicas.
     """
 
@@ -115,8 +115,8 @@ class ReplicaPool:
         await self.take_commits(joined)
 
     async def take_commits(self, joined: Iterable[str] = ()) -> None:
-        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica. `joined` have become
-        targets since the last call, which may have seen their commits."""
+        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica.
+        `joined` have become targets since the last call, which may have seen their commits."""
         changed = set(joined)
         for entry, commit in await self._experience.commits(self._last_commit):
             self._last_commit = entry
@@ -189,8 +189,8 @@ class ReplicaPool:
                     await self._suspend(target, reason, now)
 
     def set_asleep(self, asleep: bool) -> None:
-        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no claim is
-        granted."""
+        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no
+        claim is granted."""
         if asleep == self._asleep:
             return
         self._asleep = asleep
@@ -260,7 +260,8 @@ class ReplicaPool:
                 deadline = now + self._start_timeout
             elif now >= deadline:
                 raise UnavailableError(
-                    f"a rollout replica that serves version {min_version} within rollout.start_timeout = {self._start_timeout:.0f} s",
+                    f"a rollout replica that serves version {min_version} "
+                    f"within rollout.start_timeout = {self._start_timeout:.0f} s",
                     self._describe(now),
                     "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
                 )

@@ -1,10 +1,9 @@
-"""Chooses the replica for a group: the least loaded one that has capacity and a policy that is new enough. Pure; time is an argument.
+"""Chooses the replica for a group: the least loaded one with capacity and a new enough policy. Pure; time is an argument.
 
-While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new version would
-take all the samples that wait for it.
+While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new
+version would take all the samples that wait for it.
 
-Invariant: `outstanding` of a target is the number of tokens that its running calls may still return, and `sequences` is the number of their
-samples.
+Invariant: a target's `outstanding` is the tokens that its running calls may return, and `sequences` the number of their samples.
 """
 
 import math
@@ -27,7 +26,7 @@ class Target:
     Attributes:
         version: the policy version of its newest commit; None: none yet.
         term: the learner's term of that commit.
-        staged: a newer version that it is about to commit in the same term, as far as known; calls for it wait at the replica. None: none.
+        staged: a newer version that it commits soon in the same term, as far as known; its calls wait at the replica. None: none.
         outstanding, sequences: tokens that its running calls may still return, and the number of their samples.
         failures: consecutive failed calls; an arriving token resets the count.
         backoff_until: monotonic seconds before which it gets no call, after a failure.
@@ -77,8 +76,8 @@ class Candidates:
         heapify(self._queue)
 
     def take(self, avoid: Set[str] = frozenset(), prefer: str | None = None) -> Target | None:
-        """The usable target with the fewest outstanding tokens, ties by id; None when none is usable. It stays a candidate while it has
-        room, with what its calls add to `outstanding` and `sequences` after this call.
+        """The usable target with the fewest outstanding tokens, ties by id; None when none is usable. It stays a candidate while
+        it has room, with what its calls add to `outstanding` and `sequences` after this call.
 
         Args:
             avoid: ids to use only when no other target is usable.

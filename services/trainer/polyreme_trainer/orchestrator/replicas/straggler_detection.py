@@ -1,11 +1,11 @@
 """Detects replicas that do not keep pace with their peers. Pure; time is an argument, in monotonic seconds.
 
-Invariant: a replica is compared only with its peers, so a single replica is never a straggler, and neither is one of many that all
-stall. A replica with running samples is a straggler when it is
+Invariant: a replica is compared only with its peers, so a single replica is never a straggler, and neither is one of many that
+all stall. A replica with running samples is a straggler when it is
 
-- silent: it has sent nothing for longer than SILENCE_TIMEOUT, than GAP_FACTOR times its peers' median time between two chunks of a
-  sample, and than WAIT_FACTOR times their median time to a call's first chunk and their median swap; or
-- slow: over WINDOW_SECONDS, or GAP_FACTOR chunks of a sample, its samples got less than SLOW_SHARE of the tokens of its peers' samples.
+- silent: it has sent nothing for longer than SILENCE_TIMEOUT, than GAP_FACTOR times its peers' median time between two chunks of
+  a sample, and than WAIT_FACTOR times their median time to a call's first chunk and their median swap; or
+- slow: over WINDOW_SECONDS, or GAP_FACTOR chunks of a sample, its samples got less than SLOW_SHARE of the tokens of its peers'.
 """
 
 from bisect import bisect_left
@@ -88,7 +88,7 @@ class Pace:
 
 
 class _Numbers:
-    """The same number of several replicas, sorted once, such that the median of all but one takes no time that grows with the fleet."""
+    """One number of several replicas, sorted once, so that the median of all but one takes no time that grows with the fleet."""
 
     def __init__(self, numbers: Iterable[float | None]) -> None:
         self._sorted = sorted(number for number in numbers if number is not None)

@@ -1,7 +1,7 @@
 """Gets the scores of a group's samples from the reward servers.
 
-Invariant: a score is what a reward computed for exactly this text, label and reward version. A failure is retried, then the group's
-attempt fails; no number ever replaces it. A server that leaves may still answer its running calls; unanswered questions go to another.
+Invariant: a score is what a reward computed for this exact text, label and reward version. A failure is retried, then the group's
+attempt fails; no number replaces it. A leaving server may answer its running calls; unanswered questions go to another.
 """
 
 import asyncio
@@ -119,14 +119,14 @@ class RewardClient:
 
     Args:
         run: provides the leases and receives the notices.
-        config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
+        config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and `rewards`' labels are used.
         token_texts: the text of each token id, for servers with a reward that reads tokens.
         proven: see `ScoringHealth`.
         backoff: the pauses between two attempts.
 
     Attributes:
-        measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
-            answer. False until a server has scored.
+        measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a
+            wrong answer. False until a server has scored.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class RewardClient:
         await self._leases.wait_for(count, self._config.start_timeout, "reward.start_timeout")
 
     async def refresh(self) -> None:
-        """Updates the servers from the leases. A server that left gets no new questions; its running calls may still be answered."""
+        """Updates the servers from the leases. A server that left gets no new questions; running calls may still be answered."""
         leases = await self._leases.live()
         for gone in self._servers.keys() - leases.keys():
             leaving = asyncio.create_task(

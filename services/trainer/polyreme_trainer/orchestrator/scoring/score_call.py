@@ -22,8 +22,8 @@ class ScoreError(Exception):
     """Some samples of this attempt have no score after all attempts.
 
     Attributes:
-        verdict: the single reason for which the rewards themselves failed every sample of the group; "" when there is none. Quoted texts
-            and numbers, which differ between samples, are masked.
+        verdict: the single reason for which the rewards themselves failed every sample of the group; "" when there is none.
+            Quoted texts and numbers, which differ between samples, are masked.
     """
 
     def __init__(self, message: str, verdict: str = "") -> None:
@@ -33,8 +33,8 @@ class ScoreError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is the model's input; `token_ids` are
-    those of the response; `messages_json` is the conversation of an episode, whose last answer is the response."""
+    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is the model's input; `token_ids`
+    are those of the response; `messages_json` is the conversation of an episode, whose last answer is the response."""
 
     name: tuple[str | int, ...]
     prompt: str
@@ -95,8 +95,8 @@ def describe(listed: reward_pb2.ListRewardsResponse) -> str:
 
 
 def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:
-    """The question as an item, with its tokens if `token_texts` is given. Its key also covers the tokens, since different tokens may have
-    the same text."""
+    """The question as an item, with its tokens if `token_texts` is given. Its key also covers the tokens, since different tokens
+    may have the same text."""
     ids = question.token_ids if token_texts else ()
     texts = (question.prompt, question.templated_prompt, question.response_raw, question.label, question.messages_json)
     identity = [*question.name, *texts, rewards, *ids]
@@ -115,8 +115,8 @@ def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[in
 
 
 def verdict_of(results: Sequence[reward_pb2.ScoreResult], remote: tuple[str, ...]) -> str:
-    """The single reason for which rewards that run in the service failed all items; "" when there is none, or when it may be transient: a
-    deadline, or a failure of a reward whose messages begin with one of `remote`."""
+    """The single reason for which rewards that run in the service failed all items; "" when there is none, or when it may be
+    transient: a deadline, or a failure of a reward whose messages begin with one of `remote`."""
     reasons = {_VARIABLE.sub("_", result.message) for result in results}
     passing = any(
         result.status in (_OK, reward_pb2.SCORE_STATUS_TIMEOUT) or result.message.startswith(remote) for result in results

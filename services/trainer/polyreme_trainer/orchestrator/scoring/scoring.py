@@ -1,7 +1,7 @@
-"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time. A run whose environment scores may have neither.
+"""Scores a group's samples: by the run's rewards, its teacher, or both at once. A run whose environment scores may have neither.
 
-Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher; otherwise the
-attempt at the group has failed.
+Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher;
+otherwise the attempt at the group has failed.
 """
 
 from collections.abc import Sequence
@@ -86,8 +86,8 @@ class Scoring:
         return [by_rewards(result, logprobs, calls) for (result, calls), logprobs in zip(results, taught, strict=False)]
 
     async def ask(self, questions: Sequence[Question], responses: Sequence[Response]) -> tuple[list[Scored], list[Float32]]:
-        """The rewards' result for each question with the calls for it, and the teacher's log-probability of each token of each response. Empty
-        without rewards, or without a teacher. Raises as `score`.
+        """The rewards' result for each question with the calls for it, and the teacher's log-probability of each token of each
+        response. Empty without rewards, or without a teacher. Raises as `score`.
         """
         async with task_group() as group:
             scored = group.create_task(self._ask_rewards(questions))
@@ -118,8 +118,8 @@ def by_rewards(result: reward_pb2.ScoreResult, teacher_logprobs: Float32 | None,
 
 
 def by_teacher(sample: PartialRollout, teacher_logprobs: Float32 | None) -> Judgement:
-    """The score of a run without rewards: the mean over the tokens of log p_teacher - log p_sampler, minus an estimate of the KL to the
-    teacher in nats per token."""
+    """The score of a run without rewards: the mean over the tokens of log p_teacher - log p_sampler, minus an estimate of the KL
+    to the teacher in nats per token."""
     if teacher_logprobs is None:
         raise ValueError("expected rewards or a teacher; found neither")
     score = float(np.mean(teacher_logprobs.astype(np.float64) - sample.token_logprobs()))

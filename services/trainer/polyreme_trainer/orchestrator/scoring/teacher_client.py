@@ -1,7 +1,7 @@
 """Requests the log-probabilities of sampled tokens from the teacher's servers.
 
-Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A server gets
-no sample before its vocabulary has been compared with the policy's.
+Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A
+server gets no sample before its vocabulary has been compared with the policy's.
 """
 
 import asyncio
@@ -106,7 +106,8 @@ class TeacherClient:
                 server.model, takes = teacher_protocol.model_of(listed, self._config.model)
                 if takes is not None and takes < longest + 1:
                     raise TeacherReplyError(
-                        f"expected a max_model_len of {longest + 1} tokens, one more than a prompt and its response; found {takes}"
+                        f"expected a max_model_len of {longest + 1} tokens, one more than a prompt and its response; "
+                        f"found {takes}"
                     )
                 await self._compare_vocabularies(server, template, longest)
             except (TeacherError, TeacherReplyError) as error:

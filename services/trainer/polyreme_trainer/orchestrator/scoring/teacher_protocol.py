@@ -20,14 +20,14 @@ class TeacherReplyError(Exception):
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probabilities of all ids of a request except the first, which has none: float32 [length - 1], and the texts of these ids."""
+    """Log-probabilities of all ids of a request except the first, which has none: float32 [length - 1], and these ids' texts."""
 
     logprobs: NDArray[np.float32]
     texts: list[str]
 
 
 def request(ids: Sequence[int], protocol: TeacherProtocol) -> dict[str, object]:
-    """The body, without the model's name, of a request for the log-probabilities of `ids`. One token is generated, and ignored."""
+    """The body, without the model's name, of a request for the log-probabilities of `ids`. One token is generated and ignored."""
     asked: dict[str, object] = {"prompt_logprobs": 0} if protocol == "prompt_logprobs" else {"echo": True, "logprobs": 1}
     return {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, **asked}
 
@@ -74,7 +74,7 @@ def model_of(listed: object, name: str | None) -> tuple[str, int | None]:
 def differing(ids: Sequence[int], own: Sequence[str], theirs: Sequence[str]) -> tuple[int, str, str] | None:
     """The first id whose text differs between the vocabularies, with both texts; None when all are equal.
 
-    Texts are compared without leading spaces, which servers write in several ways. A token that is a part of a character has no text.
+    Texts are compared without leading spaces, which servers write in several ways. A token for part of a character has no text.
 
     Raises:
         TeacherReplyError: too few ids have a text in both vocabularies to compare them.
@@ -120,6 +120,7 @@ def _echo(choice: object, count: int) -> list[tuple[object, object]]:
         and len(numbers) in (count, count + 1)
     ):
         raise TeacherReplyError(
-            f"expected token_logprobs and tokens of the {count} tokens that were sent, and of at most one more; found {str(found)[:200]}"
+            f"expected token_logprobs and tokens of the {count} tokens that were sent, and of at most one more; "
+            f"found {str(found)[:200]}"
         )
     return list(zip(numbers[1:count], texts[1:count], strict=True))

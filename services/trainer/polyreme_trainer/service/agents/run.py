@@ -1,4 +1,4 @@
-"""What the processes of session addresses share: a run in the service's Redis, whose environment is sessions that a product opens.
+"""What processes of session addresses share: a run in the service's Redis, whose environment is sessions that a product opens.
 
 Its environment server is `polyreme environment`. `agents.turns` samples its turns, and the API opens its sessions and ends them.
 """
@@ -53,7 +53,7 @@ class AgentPolicy:
 
 
 def session_secrets(config: ServeConfig) -> dict[str, str]:
-    """The environment variables of the processes that take part. Those that are not set are kept where only the service's user can read them."""
+    """Environment variables of the processes that take part. Those not set are kept where only the service's user can read."""
     return {name: os.environ.get(name) or kept_secret(config.redis_dir, name.lower()) for name in (KEY_ENV, TOKEN_ENV)}
 
 

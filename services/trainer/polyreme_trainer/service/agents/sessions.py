@@ -43,7 +43,7 @@ _SWEEP_SECONDS = 30.0
 
 
 class SampledTokens(TypedDict):
-    """The tokens of a trajectory, with their log-probabilities in nats (0 where nothing was sampled) and 1 where the policy sampled, else 0."""
+    """A trajectory's tokens, with log-probabilities in nats (0 where none was sampled) and 1 where the policy sampled, else 0."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -1,7 +1,7 @@
 """The turns of agents' sessions: rendered with the model's chat template, sampled through the request log.
 
-Invariant: a turn is a request of the log that is named by all that determines its tokens. So a turn that is asked for again, since a process
-was killed, has the same tokens.
+Invariant: a turn is a request of the log that is named by all that determines its tokens. So a turn that is asked for again,
+since a process was killed, has the same tokens.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _REASONS = {tinker_pb2.STOP_REASON_STOP: FINISH_REASON_STOP, tinker_pb2.STOP_REA
 
 @dataclass(frozen=True)
 class LogSampler(Sampler):
-    """A session's policy, as the sampler of the service serves it. `most`: open requests of its tenant; `seconds`: of one answer."""
+    """A session's policy, as the service's sampler serves it. `most`: open requests of its tenant; `seconds`: of one answer."""
 
     log: RequestLog
     policy: AgentPolicy
@@ -49,7 +49,7 @@ class LogSampler(Sampler):
     seconds: float
 
     async def sample(self, wanted: Generation, options: GenerateOptions = PLAIN) -> list[PartialRollout]:
-        """The only sample of `wanted`, whose tokens come together. Raises GenerateError, or DataError for a request that cannot be answered."""
+        """`wanted`'s only sample, whose tokens come together. Raises GenerateError, or DataError for an unanswerable request."""
         rollouts = options.partial or wanted.blank()
         rollouts.start_call()
         result = await self._result(_request(wanted, self.policy))
@@ -139,7 +139,7 @@ class AgentTurns:
 
 
 async def serve_turns(log: RequestLog, run: Run, config: ServeConfig, settings: ServeAgents, stop: asyncio.Event) -> None:
-    """Samples the turns of sessions until `stop`. Raises ConfigError when the model's chat template cannot continue a conversation."""
+    """Samples sessions' turns until `stop`. Raises ConfigError when the model's chat template cannot continue a conversation."""
     made = run_config(config, settings)
     template = Template(await run.model_files(), made.data)
     await AgentTurns(log, run, made, template, Accounts.read(config)).run(stop)

@@ -12,7 +12,7 @@ class BusyTime:
         self._seen: dict[str, deque[tuple[float, float]]] = {}
 
     def fraction(self, worker: str, now: float, busy_seconds: float) -> float | None:
-        """The busy fraction of the last WINDOW_SECONDS; None at the first call. `now`: seconds of a clock that does not go back."""
+        """The busy fraction of the last WINDOW_SECONDS; None at the first call. `now`: seconds of a monotonic clock."""
         seen = self._seen.setdefault(worker, deque())
         seen.append((now, busy_seconds))
         while len(seen) > 2 and now - seen[1][0] >= WINDOW_SECONDS:

@@ -59,7 +59,7 @@ class StepMeters:
 
     @contextmanager
     def replaying(self, model: str) -> Iterator[None]:
-        """What the block executes again counts for the next optimizer step alone, and only if this process has not counted it before."""
+        """What the block executes again counts for the next optimizer step alone, and only if this process has not counted it."""
         counted = self._meters.pop(model, None)
         yield
         if counted is not None:
@@ -86,8 +86,8 @@ class StepMeters:
     def report(
         self, requests: Mapping[LogPlace, Request], began: float, ended: float
     ) -> tuple[dict[LogPlace, StageStep], dict[str, Counter[str]]]:
-        """The records of the optimizer steps among requests of different models that were executed together, and what they add to the service's
-        counters. `began`, `ended`: Unix times."""
+        """The records of the optimizer steps among requests of different models that were executed together, and what they add to
+        the service's counters. `began`, `ended`: Unix times."""
         records, counts = dict[LogPlace, StageStep](), {"learner": Counter({"busy_seconds": ended - began})}
         for place, request in requests.items():
             step = self.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)

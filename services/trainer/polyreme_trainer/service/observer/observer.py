@@ -1,8 +1,8 @@
 """The observer of a training service: each model is a run directory, which the page shows.
 
-Invariant: one process writes the run directories. A record is in its directory once: the newest line of metrics.jsonl says where in the
-stream its directory stands, and a file of samples is complete before its record. An observer that is killed costs nothing. A model's files of
-samples have a bound: the oldest ones are deleted.
+Invariant: one process writes the run directories. A record is in its directory once: the newest line of metrics.jsonl says where
+in the stream its directory stands, and a file of samples is complete before its record. An observer that is killed costs nothing.
+A model's files of samples have a bound: the oldest ones are deleted.
 """
 
 import asyncio

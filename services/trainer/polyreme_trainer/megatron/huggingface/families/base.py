@@ -1,8 +1,8 @@
 """The common parts of all model families: the sizes of a decoder, the rows of the mapping table, and the definition of a family.
 
-Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Every other model raises an error that names
-the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is pure: it imports
-neither torch nor transformers.
+Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Every other model raises an error
+that names the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is
+pure: it imports neither torch nor transformers.
 """
 
 import math
@@ -28,8 +28,8 @@ class MappingRow:
 
     Attributes:
         param: the parameter's name; for a layer's row, the name within the layer.
-        share: how tensor ranks share it: "all" (every rank has the whole; several tensors are stacked), "columns" (dimension 1 split evenly), "vocab" (rows, padded), "rows" (dimension 0 split evenly),
-            "gate_up" (rows of each tensor split evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
+        share: for tensor ranks, "all" (whole on each rank; several tensors stacked), "columns" or "rows" (dimension 1 or 0 split
+            evenly), "vocab" (rows, padded), "gate_up" (each tensor's rows split evenly, then stacked), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
         absent: names in `tensors` that the model does not have. The parameter has rows for them, which are always zero.
     """
@@ -71,10 +71,9 @@ class Architecture:
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
         routed_scale: the factor of these weights, after that.
         aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
-        mtp_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of this package
-            has them, and neither have those of transformers and vLLM that sample.
-        adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head, because all
-            of it is trained.
+        mtp_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of
+            this package has them, and neither have those of transformers and vLLM that sample.
+        adapter: whether the table has only adapters' tensors, see `lora_mapping`. They include a value head, which is trained.
     """
 
     family: "ModelFamily"
@@ -130,7 +129,7 @@ class Architecture:
         return tuple(f"model.layers.{self.layers + number}." for number in range(self.mtp_layers))
 
     def with_value_head(self) -> "Architecture":
-        """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family to read it."""
+        """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family."""
         if not self.family.classifier:
             raise ConfigError(
                 "a model_type with a sequence classifier in transformers, for a critic or reward model",
@@ -190,7 +189,7 @@ class Architecture:
 EXPERT = "mlp.experts.local_experts."
 """The part of an expert parameter's name before the expert's number on its rank."""
 EXPERT_BIAS = "mlp.router.expert_bias"
-"""The name of the expert bias within a layer: the numbers that are added to the scores of experts for the choice (Wang et al. 2024)."""
+"""The name of the expert bias within a layer: the numbers added to the scores of experts for the choice (Wang et al. 2024)."""
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
 FINAL_NORM_ROW = MappingRow("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
 
@@ -251,8 +250,8 @@ class ModelFamily:
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
         rotary_share: transformers' default of `partial_rotary_factor`; None: all features must be rotated.
-        scores: how experts are chosen. "softmax": by logits in the model's dtype. "sigmoid": by sigmoids of logits in fp32, to each of which the
-            expert bias is added for the choice, but not for the experts' weights.
+        scores: how experts are chosen. "softmax": by logits in the model's dtype. "sigmoid": by sigmoids of logits in fp32, to
+            each of which the expert bias is added for the choice, but not for the experts' weights.
         classifier: whether transformers has a sequence classifier of the family.
         vllm_ties: whether vLLM's model uses the embedding as its output layer when the embeddings are tied.
     """
@@ -274,7 +273,7 @@ class ModelFamily:
     vllm_ties: bool = True
 
     def architecture(self, config: HfConfig) -> Architecture:
-        """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""
+        """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that is not supported."""
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
         for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
@@ -323,7 +322,7 @@ class ModelFamily:
         )
 
     def with_biases(self, config: HfConfig) -> "ModelFamily":
-        """The family with the rows of the biases that config.json switches on. Raises ConfigError for a bias that its layers cannot have."""
+        """The family with rows of biases that config.json turns on. Raises ConfigError for a bias that its layers cannot have."""
         rows = list[MappingRow]()
         for name in _BIASES:
             if name not in self.biases:

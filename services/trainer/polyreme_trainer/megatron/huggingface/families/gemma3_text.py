@@ -23,7 +23,8 @@ class _Gemma3(ModelFamily):
         if sliding.attention_factor != arch.rope.attention_factor:
             raise ConfigError(
                 f"rotary embeddings with the same attention_factor in all layers, in {config.source}",
-                f"{arch.rope.attention_factor:g} in layers with full attention, {sliding.attention_factor:g} in those with a window",
+                f"{arch.rope.attention_factor:g} in layers with full attention, "
+                f"{sliding.attention_factor:g} in those with a window",
                 "Choose a model without yarn.",
             )
         return replace(

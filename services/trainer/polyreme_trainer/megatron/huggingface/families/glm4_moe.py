@@ -1,7 +1,7 @@
-"""GLM-4.5, GLM-4.6 and their Air models: a few dense layers, then layers with experts that a bias balances, and one that every token passes.
+"""GLM-4.5, GLM-4.6 and their Air models: a few dense layers, then layers of experts balanced by a bias, and one for every token.
 
-Invariant: the experts of a token are those with the largest sums of score and expert bias, and their weights are the scores. `qk_layernorm`
-and the two norm rows belong together.
+Invariant: the experts of a token are those with the largest sums of score and expert bias, and their weights are the scores.
+`qk_layernorm` and the two norm rows belong together.
 """
 
 from dataclasses import replace

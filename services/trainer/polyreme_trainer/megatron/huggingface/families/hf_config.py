@@ -1,7 +1,7 @@
 """Typed reading of a Hugging Face config.json.
 
-Invariant: for any content of the file, a reader gets a value of the requested type and range, or a ConfigError that names the file and the
-field. Except for `load`, the module is pure; it imports neither torch nor transformers.
+Invariant: for any content of the file, a reader gets a value of the requested type and range, or a ConfigError that names the
+file and the field. Except for `load`, the module is pure; it imports neither torch nor transformers.
 """
 
 import json

@@ -1,7 +1,6 @@
 """The common parts of mixtures of experts: reading their sizes, and the rows of router and experts. The module is pure.
 
-Invariant: every layer of such a model has experts, except the first ones where the family has `dense_layer`. Every other model raises
-ConfigError.
+Invariant: every layer of such a model has experts, except the first where the family has `dense_layer`. Others raise ConfigError.
 """
 
 from dataclasses import dataclass, replace

@@ -19,12 +19,12 @@ class Rope:
 
     Attributes:
         theta: base of the inverse frequencies theta ** (-2i / head_dim).
-        kind: "default", "linear" (all frequencies divided by `factor`), "llama3" or "yarn". The kind "dynamic" is read as "default": up to
-            max_position_embeddings the two are equal, and no model runs beyond that.
+        kind: "default", "linear" (all frequencies divided by `factor`), "llama3" or "yarn". The kind "dynamic" is read as
+            "default": up to max_position_embeddings the two are equal, and no model runs beyond that.
         factor: the factor by which the context was extended.
         original_max_position: the context length of pre-training; for llama3 and yarn.
-        low, high: for llama3, frequencies of at most `low` turns in the original context are divided by `factor`, and those of at least
-            `high` turns are kept. For yarn the same, with `low` = beta_slow and `high` = beta_fast.
+        low, high: for llama3, frequencies of at most `low` turns in the original context are divided by `factor`, and those of at
+            least `high` turns are kept. For yarn the same, with `low` = beta_slow and `high` = beta_fast.
         truncate: for yarn, whether the limits of the interpolated dimensions are rounded to integers.
         attention_factor: for yarn, the factor of the rotated queries and keys, so that attention scores have its square.
         share: the part of a head's features that are rotated, the first ones; not for yarn, whose factor belongs to all features.
@@ -68,7 +68,7 @@ def read_rope(config: HfConfig, max_position: int, share: float | None = None) -
 
 
 def read_rope_fields(fields: HfConfig, max_position: int, *, partial: bool = False) -> Rope:
-    """Reads the object of one rotary embedding, with its `rope_theta`. `partial`: it may rotate a part of the features. Raises ConfigError."""
+    """Reads a rotary embedding's object with `rope_theta`. `partial`: it may rotate part of the features. Raises ConfigError."""
     fields = fields.with_defaults({"original_max_position_embeddings": max_position, "type": "default"})
     if not partial:
         fields.only(PARTIAL, 1.0)

@@ -1,8 +1,8 @@
 """The matrix products of megatron-core's parallel layers on CPU, with the library that is fast on the processor.
 
-On CPU, torch uses MKL for fp32 products, which reaches a third of the speed on processors that are not Intel's. oneDNN generates code for
-the processor on which it runs. On Intel's it is as fast as MKL except for the gradients of weights, where both operands are transposed and
-it takes 1.2 to 2 times as long.
+On CPU, torch uses MKL for fp32 products, which reaches a third of the speed on processors that are not Intel's. oneDNN generates
+code for the processor on which it runs. On Intel's it is as fast as MKL except for the gradients of weights, where both operands
+are transposed and it takes 1.2 to 2 times as long.
 
 Invariant: products and gradients are those of torch's linear function, in the same precision. A weight's gradient is added to its
 `main_grad` exactly once.
@@ -35,7 +35,7 @@ if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
     _ONEDNN_TYPES.add(torch.bfloat16)
 _MKL = torch.backends.mkl.is_available() and _made_by_intel()
 _NARROW = 64
-"""Columns of an operand up to which torch's own product is the faster one for a weight's gradient: 2 to 8 times for ranks of 8 to 64."""
+"""Columns of an operand up to which torch's own product is faster for a weight's gradient: 2 to 8 times for ranks of 8 to 64."""
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class ColumnParallel(ColumnParallelLinear):
 
 
 class RowParallel(RowParallelLinear):
-    """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the input features; the output is the sum over ranks."""
+    """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the input features and sum the output."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
         return linear(input, weight, bias, self.tp_group, False)

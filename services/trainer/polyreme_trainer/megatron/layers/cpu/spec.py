@@ -42,7 +42,8 @@ class _RmsNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019). A wider `weight` multiplies before rounding."""
+    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019). A wider `weight` multiplies before
+    rounding."""
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -58,8 +59,7 @@ class RmsNorm(TorchRmsNorm):
 
 
 def _residual(training: bool, fused: bool) -> object:
-    """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer has added its own
-    bias."""
+    """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer added its bias."""
     return _add_residual
 
 
