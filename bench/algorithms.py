@@ -32,7 +32,7 @@ FEWER_ITERATIONS = 16
 RUN_SECONDS = 1800
 TARGET = {"ppo_accuracy": 0.9, "grpo_accuracy": 0.9, "least_gain": 0.2}
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "ppo": ({"minibatches": 4, "advantage": {"lam": 1.0}}, ("trainer.critic.optimizer={lr: 5.0e-4}",)),
+    "ppo": ({"minibatches": 4, "advantage": {"lam": 1.0}}, ("trainer.critic.optimizer={lr: 5.0e-4}",))
 }
 """Settings in addition to the preset: keys of the section `algorithm`, and other overrides."""
 

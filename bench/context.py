@@ -30,11 +30,7 @@ from learner_side.turns import Figures, serve, turns
 from polyreme.config.trainer import ParallelConfig
 
 SHAPE = Shape(vocab=512, hidden=128, ffn=384, layers=2, heads=(2, 1), positions=65536)
-SHAPES = {
-    "layers": SHAPE,
-    "vocabulary": replace(SHAPE, vocab=151_936, layers=1),
-    "window": replace(SHAPE, window=1024),
-}
+SHAPES = {"layers": SHAPE, "vocabulary": replace(SHAPE, vocab=151_936, layers=1), "window": replace(SHAPE, window=1024)}
 CASES: dict[str, dict[str, object]] = {
     "layers": {"shape": "layers", "context": 1, "recompute": None},
     "recompute": {"shape": "layers", "context": 1, "recompute": "full"},

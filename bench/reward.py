@@ -133,12 +133,7 @@ def mathematics() -> list[tuple[str, str]]:
 
 def bare(items: Sequence[tuple[str, str]]) -> int:
     """Returns the number of equal answers by math-verify, called as in the rule `math`. Its timeouts are off, since they only add cost."""
-    from math_verify import (  # type: ignore[import-untyped]
-        ExprExtractionConfig,
-        LatexExtractionConfig,
-        parse,
-        verify,
-    )
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     of_label = [LatexExtractionConfig(), ExprExtractionConfig()]

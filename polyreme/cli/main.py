@@ -86,11 +86,7 @@ def commands() -> tuple[Command, ...]:
 def build_app(argv: Sequence[str], completing: bool = False) -> typer.Typer:
     """The command line for `argv`. Imports the subcommand that it names. Without a name, and to complete one, the others are
     names with one line of help."""
-    app = typer.Typer(
-        name="polyreme",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-    )
+    app = typer.Typer(name="polyreme", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_options)
     named = [command for command in commands() if list(argv[:1]) == [command.name]]
     for command in named:

@@ -77,8 +77,7 @@ class OnlineConfig(Section):
         description="Maximum number of sessions that are kept: open, waiting for a reward, or for others of their task.",
     )
     overflow: Operational[Literal["refuse", "serve"]] = Field(
-        "refuse",
-        description="Beyond max_sessions: refuse to open a session, or serve it without keeping anything of it.",
+        "refuse", description="Beyond max_sessions: refuse to open a session, or serve it without keeping anything of it."
     )
     max_age: Operational[float] = Field(
         86_400.0,
@@ -177,11 +176,7 @@ class EnvironmentConfig(Section):
         3, ge=1, description="How often an episode may begin, when its server or process is lost, in an attempt at a group."
     )
     episodes: Operational[int] = Field(256, ge=1, description="Maximum number of episodes that a server plays at once.")
-    workers: Operational[int] = Field(
-        1,
-        ge=1,
-        description="Worker processes of a server, which share its episodes.",
-    )
+    workers: Operational[int] = Field(1, ge=1, description="Worker processes of a server, which share its episodes.")
     worker_calls: Operational[int] = Field(
         64,
         ge=1,

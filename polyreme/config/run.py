@@ -67,9 +67,7 @@ class RunConfig(BaseConfig):
         0, ge=0, description="Evaluations in a row without a new best result after which the run saves and stops. 0: never."
     )
     eval_hold: Operational[float] = Field(
-        300.0,
-        gt=0,
-        description="Maximum seconds for which an evaluation keeps replicas at its version when max_staleness > 0.",
+        300.0, gt=0, description="Maximum seconds for which an evaluation keeps replicas at its version when max_staleness > 0."
     )
     model: ModelConfig
     data: DataConfig

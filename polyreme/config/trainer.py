@@ -159,8 +159,7 @@ class OffloadConfig(Section):
         False, description="Moments and full-precision weights are on the device only during optimizer steps, in parts of 1 GiB."
     )
     idle_models: Operational[bool] = Field(
-        False,
-        description="Only the model that computes is on the device: actor, critic, reference or moving average.",
+        False, description="Only the model that computes is on the device: actor, critic, reference or moving average."
     )
 
     @property

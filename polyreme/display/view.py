@@ -20,15 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.config.run import RunConfig
-from polyreme.display.report import (
-    activities,
-    duration,
-    engine_starting,
-    plain_line,
-    shares_of,
-    shortened,
-    staleness_of,
-)
+from polyreme.display.report import activities, duration, engine_starting, plain_line, shares_of, shortened, staleness_of
 from polyreme.experience.metric_records import EngineStart, Line, MetricRecord, ReplicasChanged, WarmStartStep, read_record
 from polyreme.rundir.progress import NOTICE_SECONDS, RECENT, Progress
 from polyreme.terminal.terminal import harmless

@@ -113,13 +113,7 @@ class ExperienceLog(LogReader):
         await self.change("pause", self.shard.number, *sorted(indices))
 
     async def append(
-        self,
-        index: int,
-        attempt: int,
-        payload: bytes,
-        oldest_version: int,
-        mean_reward: float,
-        tally: Tally | None = None,
+        self, index: int, attempt: int, payload: bytes, oldest_version: int, mean_reward: float, tally: Tally | None = None
     ) -> bool:
         """Appends a scored group.
 

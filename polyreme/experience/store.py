@@ -24,15 +24,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from polyreme.errors import StoreError
-from polyreme.experience.store_errors import (
-    REQUIRED_SETTINGS,
-    SERVER_FLAGS,
-    RefusedError,
-    address,
-    cause,
-    is_final,
-    store_error,
-)
+from polyreme.experience.store_errors import REQUIRED_SETTINGS, SERVER_FLAGS, RefusedError, address, cause, is_final, store_error
 from polyreme.net.redis_url import PASSWORD, SENTINEL_PASSWORD, watched
 from polyreme.process.backoff import Backoff
 
@@ -245,9 +237,7 @@ async def _check(client: Store) -> None:
         found = {name: str(value) for name, value in (await client.config_get(*REQUIRED_SETTINGS, _REPLICAS)).items()}
     except RefusedError as error:
         raise StoreError(
-            f"to read the settings of {where}",
-            error.found,
-            f"Polyreme checks that no write can be lost. {error.do}",
+            f"to read the settings of {where}", error.found, f"Polyreme checks that no write can be lost. {error.do}"
         ) from None
     client.replicas = int(found.get(_REPLICAS, 0))
     version = str(server.get("redis_version", "0"))

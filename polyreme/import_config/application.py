@@ -9,19 +9,7 @@ from dataclasses import dataclass
 
 from polyreme.config.yaml_text import Tree
 from polyreme.errors import ConfigError
-from polyreme.import_config.rules import (
-    LOSSES,
-    Fate,
-    Fixed,
-    Lost,
-    Noted,
-    Off,
-    ReadElsewhere,
-    Rule,
-    System,
-    Unresolved,
-    Values,
-)
+from polyreme.import_config.rules import LOSSES, Fate, Fixed, Lost, Noted, Off, ReadElsewhere, Rule, System, Unresolved, Values
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,7 @@ Invariant: this module and `mindspeed_keys` are the only places that know MindSp
 from polyreme.config.yaml_text import Tree
 from polyreme.import_config.convert import KL, minibatches, placeholder, product, ratio, refused
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
-from polyreme.import_config.mindspeed_keys import (
-    ACTOR,
-    CRITIC,
-    GENERATE,
-    OPTIMIZER,
-    RL,
-    RULES,
-    SAMPLING,
-    SCHEDULES,
-    TRAIN,
-)
+from polyreme.import_config.mindspeed_keys import ACTOR, CRITIC, GENERATE, OPTIMIZER, RL, RULES, SAMPLING, SCHEDULES, TRAIN
 from polyreme.import_config.rules import ITERATIONS, Fixed, ForeignEnvironment, System, Unresolved, Values
 
 STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}

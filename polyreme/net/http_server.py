@@ -45,11 +45,7 @@ class RequireBearer:
     OpenAI's form send the token as a bearer, others in `x-api-key`."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        token: str,
-        is_open: Callable[[str], bool] = lambda path: False,
-        error_body: ErrorBody = detail_body,
+        self, app: ASGIApp, token: str, is_open: Callable[[str], bool] = lambda path: False, error_body: ErrorBody = detail_body
     ) -> None:
         self._app, self._token, self._is_open, self._error_body = app, token, is_open, error_body
 

@@ -111,11 +111,7 @@ async def test_a_service_has_the_names_that_it_was_started_for() -> None:
 
 async def test_what_json_cannot_hold_is_a_422() -> None:
     async with serving(EXACT) as (_, client, _):
-        for body in (
-            b'{"items":[{"response":NaN}]}',
-            b'{"items":[{"response":1e999}]}',
-            b"{",
-        ):
+        for body in (b'{"items":[{"response":NaN}]}', b'{"items":[{"response":1e999}]}', b"{"):
             answer = await client.post("/v1/score", content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 422, answer.text
         assert (await client.post("/v1/score", json={"items": []})).status_code == 422

@@ -26,11 +26,7 @@ from support.whole_run import Up, make_task
 pytestmark = pytest.mark.timeout(1800)
 
 COMMAND = (sys.executable, "-m", "polyreme")
-OTHER_API = (
-    sys.executable,
-    "-c",
-    "import polyreme; polyreme.API_VERSION += 1\nfrom polyreme.cli.main import main\nmain()",
-)
+OTHER_API = (sys.executable, "-c", "import polyreme; polyreme.API_VERSION += 1\nfrom polyreme.cli.main import main\nmain()")
 """Runs the command as another release of Polyreme."""
 REWARDS = """
 calls = 0

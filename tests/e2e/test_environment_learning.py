@@ -122,11 +122,7 @@ def test_grpo_with_branches_on_shared_devices(made: Path) -> None:
 OTHERS = {
     "dapo": {"algorithm": {"preset": "dapo"}},
     "turn-norm": {"algorithm": {"preset": "grpo", "kl": None, "advantage": {"kind": "turn_norm", "gamma": 0.4}}},
-    "asynchronous": {
-        "algorithm": {"preset": "grpo", "kl": None},
-        "max_staleness": 2,
-        "rollout": {"tokens_per_iteration": 6},
-    },
+    "asynchronous": {"algorithm": {"preset": "grpo", "kl": None}, "max_staleness": 2, "rollout": {"tokens_per_iteration": 6}},
 }
 
 

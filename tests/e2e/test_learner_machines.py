@@ -174,10 +174,7 @@ async def test_two_machines_arrive_at_the_bits_of_one(net: Network, run_id: str,
 
 async def test_a_machine_that_is_cut_off_holds_nothing_up(net: Network, run_id: str, tmp_path: Path, model: Path) -> None:
     trainer, other = net.add(), net.add()
-    async with (
-        redis_on(trainer, tmp_path) as url,
-        cluster(url, run_id, tmp_path / "run", model, [trainer, other]) as made,
-    ):
+    async with redis_on(trainer, tmp_path) as url, cluster(url, run_id, tmp_path / "run", model, [trainer, other]) as made:
         await made.trained(3)
         other.cut()
         made.groups = 5 * GROUPS  # the next iteration waits in a collective

@@ -136,11 +136,7 @@ def per_version(sample):
 @pytest.mark.parametrize(("budget", "staleness"), [(24, 1), (16, 2)])
 async def test_episodes_pause_between_turns_and_inside_them(redis, run_id, tmp_path, budget, staleness):
     """Three turns of 16 tokens. With 24 a version an episode pauses inside its second turn, with 16 between two."""
-    sections = {
-        "rollout": {"max_new_tokens": 16, "tokens_per_iteration": budget},
-        "max_staleness": staleness,
-        "iterations": 5,
-    }
+    sections = {"rollout": {"max_new_tokens": 16, "tokens_per_iteration": budget}, "max_staleness": staleness, "iterations": 5}
     bounds = {"max_turns": 3, "max_seconds": 3600.0}
     async with run_of(redis, run_id, tmp_path, engine={"lengths": Lengths(1e9)}, environment=bounds, **sections) as w:
         groups = await trained(w, (1, 2, 3, 4, 5))

@@ -24,10 +24,7 @@ from support.router_checks import router_losses, routers_of
 pytestmark = pytest.mark.real
 
 AUX, Z, RATE = 0.4, 0.2, 0.01
-SETTINGS = {
-    "mixtral": RunMoeConfig(aux_loss_coef=AUX, z_loss_coef=Z),
-    "glm4_moe": RunMoeConfig(bias_update_rate=RATE),
-}
+SETTINGS = {"mixtral": RunMoeConfig(aux_loss_coef=AUX, z_loss_coef=Z), "glm4_moe": RunMoeConfig(bias_update_rate=RATE)}
 """Losses for experts without a bias, and an update of the biases alone."""
 
 

@@ -30,12 +30,7 @@ pytestmark = pytest.mark.real
 
 LORA = {"rank": 3, "alpha": 6.0}
 VIRTUAL = {"pipeline": 2, "virtual_pipeline": 2}
-LAYOUTS = {
-    "tensor": {"tensor": 2},
-    "data": {"data": 2},
-    "pipeline": VIRTUAL,
-    "one": dict[str, int](),
-}
+LAYOUTS = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": VIRTUAL, "one": dict[str, int]()}
 KL = {"place": "loss", "estimator": "k3", "coef": 0.1}
 SECTIONS = {
     "shared": algorithm(kl=KL),

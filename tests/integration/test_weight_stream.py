@@ -272,10 +272,7 @@ async def test_silence_ends_a_stream() -> None:
         await call.write(encode_chunk(0, memoryview(data)[:100]))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await call.read()
-        assert (ended.value.code(), "within 0.1 s" in ended.value.details()) == (
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            True,
-        )
+        assert (ended.value.code(), "within 0.1 s" in ended.value.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
 
 
 async def test_missing_memory_is_reported_before_any_byte_is_sent() -> None:

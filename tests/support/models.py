@@ -47,18 +47,9 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
 
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "gemma3_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 24,
-    },
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 24},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    "qwen2_moe": {
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-    },
+    "qwen2_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},  # transformers norms hidden_size numbers
     "glm4_moe": {

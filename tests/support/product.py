@@ -114,13 +114,7 @@ class OnlineWorld:
 
 @asynccontextmanager
 async def online_world(
-    redis: Redis,
-    run_id: str,
-    folder: Path,
-    *,
-    online: dict[str, Any] | None = None,
-    mean_tokens: float = 8.0,
-    **sections: Any,
+    redis: Redis, run_id: str, folder: Path, *, online: dict[str, Any] | None = None, mean_tokens: float = 8.0, **sections: Any
 ) -> AsyncIterator[OnlineWorld]:
     """A run with a simulated replica.
 

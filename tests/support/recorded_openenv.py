@@ -17,12 +17,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
 FILE = Path(__file__).resolve().parents[1] / "contract" / "recordings" / "openenv.json"
-FULL = {
-    "message": "Server at capacity: 1/1 sessions active",
-    "code": "CAPACITY_REACHED",
-    "active_sessions": 1,
-    "max_sessions": 1,
-}
+FULL = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "active_sessions": 1, "max_sessions": 1}
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def test_a_training_service_is_one_pod_in_place_of_a_run(tmp_path: Path) -> None
     objects = rendered("cuda", "serve", values=MUTUAL)
     assert pods(objects).keys() == {"redis", "serve"}
     assert {kind for kind, name in objects if "serve" in name} == {
-        *("ConfigMap", "PodDisruptionBudget", "Service", "StatefulSet"),
+        *("ConfigMap", "PodDisruptionBudget", "Service", "StatefulSet")
     }
     containers = {container["name"]: container for container in pods(objects)["serve"]["containers"]}
     assert {name: container["image"] for name, container in containers.items()} == {

@@ -57,15 +57,7 @@ def test_one_conversation_has_the_same_tokens_everywhere(
 ) -> None:
     messages, tools, given, given_tools = CASES[case]
     answer = [{"role": "assistant", "content": "3"}]
-    row = {
-        "prompt": messages,
-        "tools": tools,
-        "response": "3",
-        "chosen": answer,
-        "rejected": "4",
-        "label": True,
-        "answer": "3",
-    }
+    row = {"prompt": messages, "tools": tools, "response": "3", "chosen": answer, "rejected": "4", "label": True, "answer": "3"}
     told = {"messages": [*messages, *answer], "tools": tools}
     rows, turns = tmp_path / "rows.jsonl", tmp_path / "turns.jsonl"
     rows.write_text(json.dumps(row))

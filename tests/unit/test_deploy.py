@@ -61,7 +61,7 @@ def test_services_that_scale_have_no_name_or_port_of_the_host() -> None:
         for port in service.get("ports", []):
             assert port.startswith("${POLYREME_BIND:-127.0.0.1}:"), name
     assert {name for name, service in SERVICES.items() if service.get("ports")} == {
-        *("redis", "grafana", "gateway", "online", "serve-api", "serve-agents"),
+        *("redis", "grafana", "gateway", "online", "serve-api", "serve-agents")
     }
 
 

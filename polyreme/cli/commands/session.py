@@ -21,13 +21,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.net.ports import free_port, join, loopback
 from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED
-from polyreme.process.supervisor import (
-    FINAL_CODES,
-    ChildFailedError,
-    ProcessSet,
-    ProcessSpec,
-    Supervisor,
-)
+from polyreme.process.supervisor import FINAL_CODES, ChildFailedError, ProcessSet, ProcessSpec, Supervisor
 from polyreme.process.tasks import end_all
 from polyreme.rundir.progress import Progress, stream_time
 from polyreme.rundir.run_records import add_written, write_end

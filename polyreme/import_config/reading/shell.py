@@ -11,16 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from polyreme.import_config.reading.shell_lexer import ShellCommand, commands
 from polyreme.import_config.reading.shell_truth import NoTest, both, chained, either, inverse, tested
-from polyreme.import_config.reading.shell_words import (
-    Variables,
-    document,
-    elements,
-    fields,
-    is_open,
-    joined,
-    matches,
-    opened,
-)
+from polyreme.import_config.reading.shell_words import Variables, document, elements, fields, is_open, joined, matches, opened
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")

@@ -7,11 +7,7 @@ import re
 
 from polyreme.import_config.convert import NAME_OR_PATH, adapters, lookup, path, paths, when
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
-from polyreme.import_config.verl.algorithm import (
-    ACTOR,
-    clip_ratio,
-    kl_loss_type,
-)
+from polyreme.import_config.verl.algorithm import ACTOR, clip_ratio, kl_loss_type
 from polyreme.import_config.verl.engine_keys import MEGATRON
 from polyreme.import_config.verl.optimizer import schedule
 

@@ -146,11 +146,7 @@ def _kl(values: Values) -> Fixed:
         return {"algorithm.kl": (kl, "use_kl_loss, kl_loss_type, kl_loss_coef")}
     if not values["algorithm.use_kl_in_reward"] or not values["algorithm.kl_ctrl.kl_coef"]:
         return {"algorithm.kl": (None, "neither use_kl_loss nor use_kl_in_reward")}
-    kl = {
-        "place": "reward",
-        "estimator": _estimator(values["algorithm.kl_penalty"]),
-        "coef": values["algorithm.kl_ctrl.kl_coef"],
-    }
+    kl = {"place": "reward", "estimator": _estimator(values["algorithm.kl_penalty"]), "coef": values["algorithm.kl_ctrl.kl_coef"]}
     fixed: Fixed = {"algorithm.kl": (kl, "use_kl_in_reward, kl_penalty, kl_ctrl")}
     if values["algorithm.kl_ctrl.type"] == "adaptive":
         target, horizon = values["algorithm.kl_ctrl.target_kl"], int(values["algorithm.kl_ctrl.horizon"])

@@ -51,12 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(
-    engine: InferenceEngine,
-    spec: RunSpec,
-    redis_url: str,
-    endpoint: Endpoint,
-    stop: StopEvent,
-    held: StartupGrant | None = None,
+    engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, stop: StopEvent, held: StartupGrant | None = None
 ) -> bool:
     """Serves an open engine until `stop`, then drains. Returns whether it ended for a learner that wants the devices.
 

@@ -32,10 +32,7 @@ VIEWS = (
 )
 PICTURES = {"curves": "light", "samples": "light", "life": "dark", "timeline": "light"}
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM),
-]
+pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
 
 
 @pytest.mark.parametrize(("size", "theme"), [(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")])

@@ -11,10 +11,7 @@ from playwright.sync_api import expect
 
 from support.run_page import CHROMIUM, NO_CHROMIUM, ready, saved_file, saved_rows
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM),
-]
+pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
 
 
 def test_curves_of_several_runs_are_smoothed_searched_and_enlarged(address: str, open_page: Any) -> None:

@@ -12,10 +12,7 @@ from polyreme.rundir.reader.index_rows import sample_id
 from support.run_page import CHROMIUM, NARROW, NO_CHROMIUM, SERIOUS, WIDE, ready
 from support.seeded_run import telling_sample
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM),
-]
+pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
 
 
 @pytest.mark.parametrize(("size", "theme"), [(WIDE, "light"), (NARROW, "dark")])
@@ -77,13 +74,7 @@ def test_the_life_of_a_sample_is_what_the_run_recorded(address: str, open_page: 
     sample = telling_sample(runs / "first")
     page = open_page(f"{address}#/life/first/{sample_id(sample)}")
     life = page.locator("article.life")
-    for text in (
-        sample["prompt"],
-        sample["response"],
-        sample["replicas"][-1],
-        "timeout",
-        f"version {sample['spans'][0][0]}",
-    ):
+    for text in (sample["prompt"], sample["response"], sample["replicas"][-1], "timeout", f"version {sample['spans'][0][0]}"):
         expect(life.get_by_text(text).first).to_be_visible()
     facts = dict(zip(life.locator("dt").all_text_contents(), life.locator("dd").all_text_contents(), strict=True))
     assert facts["iteration"] == str(sample["iteration"]) and facts["optimizer steps"] == "1"

@@ -360,10 +360,6 @@ def test_the_log_does_what_its_reference_does(redis_url: str, examples: int) -> 
     run_state_machine_as_test(
         lambda: LogMachine(redis_url),
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=50,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
+            max_examples=examples, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
         ),
     )

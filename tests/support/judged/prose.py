@@ -69,12 +69,7 @@ NUMBERS: Kinds = [
             ("There are 5 A students", "5"),
             ("The answer is 42 (see step 5)", "42"),
         ],
-        [
-            ("5 hours 30 minutes", "30"),
-            ("5h30", "30"),
-            ("2 feet 6 inches", "6"),
-            ("5 dollars and 50 cents", "50 cents"),
-        ],
+        [("5 hours 30 minutes", "30"), ("5h30", "30"), ("2 feet 6 inches", "6"), ("5 dollars and 50 cents", "50 cents")],
     ),
     ("a label as JSON", [("5", '"5"'), ("5", "[5]"), ("5", '["5"]')], [("6", '["5"]')]),
 ]

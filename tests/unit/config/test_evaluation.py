@@ -148,7 +148,7 @@ def test_pass_at_k_is_there_for_powers_of_two_and_all_answers() -> None:
 def test_the_metrics_of_a_set() -> None:
     several = EvaluationSet(name="a", data=Path("x"), answers=6)
     assert several.metrics(["exact"]) == [
-        *("mean", "mean@6", "best@6", "majority@6", "pass@1", "pass@2", "pass@4", "pass@6", "reward/exact"),
+        *("mean", "mean@6", "best@6", "majority@6", "pass@1", "pass@2", "pass@4", "pass@6", "reward/exact")
     ]
     assert EvaluationSet(name="a", data=Path("x")).metrics([]) == ["mean"]
 

@@ -55,11 +55,7 @@ def test_every_path_of_the_schema_is_resolved_wherever_it_stands(tmp_path: Path)
         "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 8},
         "rollout": {"max_new_tokens": 8, "max_model_len": 16},
         "reward": {
-            "rewards": [
-                {"file": "reward.py"},
-                {"model": "judge"},
-                {"url": "https://h/", "protocol": "native", "security": tls},
-            ],
+            "rewards": [{"file": "reward.py"}, {"model": "judge"}, {"url": "https://h/", "protocol": "native", "security": tls}],
             "security": tls,
         },
         "trainer": {"optimizer": {"lr": 1e-3}, "sft": [{"data": "sft.jsonl", "steps": 1, "batch_size": 1, "lr": 1e-3}]},

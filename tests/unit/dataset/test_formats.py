@@ -46,11 +46,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"system": "", "question": "q", "chosen": "a", "rejected": "b"},
         {"prompt": "q", "chosen": "a", "rejected": "b"},
     ),
-    (
-        "trl-completion",
-        {"prompt": "q", "completion": "a", "label": True},
-        {"prompt": "q", "response": "a", "label": True},
-    ),
+    ("trl-completion", {"prompt": "q", "completion": "a", "label": True}, {"prompt": "q", "response": "a", "label": True}),
     ("alpaca", {"instruction": "do", "input": "x", "output": "y"}, {"prompt": "do\nx", "response": "y"}),
     ("alpaca", {"instruction": "do", "output": "y"}, {"prompt": "do", "response": "y"}),
     (

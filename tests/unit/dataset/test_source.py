@@ -216,8 +216,7 @@ def test_rows_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("a.b", 1), ("a.c", 2), ("d.0.e", 3), ("d.1.e", None), ("d.x", None), ("missing", None), ("a.c.f", None)],
+    ("key", "value"), [("a.b", 1), ("a.c", 2), ("d.0.e", 3), ("d.1.e", None), ("d.x", None), ("missing", None), ("a.c.f", None)]
 )
 def test_dotted_paths(key: str, value: Any) -> None:
     assert value_at({"a.b": 1, "a": {"b": 0, "c": 2}, "d": [{"e": 3}]}, key) == value

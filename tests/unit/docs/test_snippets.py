@@ -42,11 +42,7 @@ EXECUTED = {
 """The pages whose `file=` and `run` blocks a test writes and runs."""
 
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
-PAGES = [
-    *(ROOT / name for name in TOP),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("*/README.md")),
-]
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"sh", "console", "python", "yaml", "json", "jsonl", "js", "ini", "text"}
 

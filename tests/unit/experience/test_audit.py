@@ -45,16 +45,8 @@ DAMAGE: dict[str, tuple[Callable[[LogSnapshot], object], str, Any]] = {
     "a payload of a released group": (lambda s: s.payloads.add(1), "leftover", [1]),
     "a payload of an unknown group": (lambda s: s.payloads.add(99), "leftover", [99]),
     "not queued": (lambda s: s.appended.clear(), "contradictions", ["group 6"]),
-    "queued twice": (
-        lambda s: s.in_flight.update({6: 2}),
-        "contradictions",
-        ["group 6 is queued as admitted"],
-    ),
-    "queued wrongly": (
-        lambda s: s.in_flight.update({7: 1}),
-        "contradictions",
-        ["group 7 is admitted"],
-    ),
+    "queued twice": (lambda s: s.in_flight.update({6: 2}), "contradictions", ["group 6 is queued as admitted"]),
+    "queued wrongly": (lambda s: s.in_flight.update({7: 1}), "contradictions", ["group 7 is admitted"]),
     "a row with another plan": (
         lambda s: s.rows.update({3: ["planned", "1", "1", "1"]}),
         "contradictions",
@@ -75,16 +67,8 @@ DAMAGE: dict[str, tuple[Callable[[LogSnapshot], object], str, Any]] = {
         "contradictions",
         ["group 7 has a partial rollout"],
     ),
-    "parts without a partial rollout": (
-        lambda s: s.partial_rollouts.pop("7"),
-        "contradictions",
-        ["part 7:0", "part 7:1"],
-    ),
-    "below the low water": (
-        lambda s: s.meta.update(low_water="4"),
-        "contradictions",
-        ["group 3 is planned"],
-    ),
+    "parts without a partial rollout": (lambda s: s.partial_rollouts.pop("7"), "contradictions", ["part 7:0", "part 7:1"]),
+    "below the low water": (lambda s: s.meta.update(low_water="4"), "contradictions", ["group 3 is planned"]),
 }
 
 

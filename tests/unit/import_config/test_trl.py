@@ -230,8 +230,7 @@ def test_correction_of_the_engine(options: dict[str, Any], wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "estimator"),
-    [({}, "k3+"), ({"use_bias_correction_kl": False}, "k3"), ({"max_prompt_length": 512}, "k3")],
+    ("options", "estimator"), [({}, "k3+"), ({"use_bias_correction_kl": False}, "k3"), ({"max_prompt_length": 512}, "k3")]
 )
 def test_the_gradient_of_the_kl(options: dict[str, Any], estimator: str) -> None:
     assert imported({**options, "beta": 0.1})[0].values["algorithm.kl.estimator"] == estimator

@@ -143,11 +143,7 @@ ACTOR = "actor_rollout_ref.actor"
     ("values", "preset", "loss", "aggregation"),
     [
         (
-            {
-                f"{ACTOR}.policy_loss.loss_mode": "cispo",
-                f"{ACTOR}.clip_ratio_low": 10,
-                f"{ACTOR}.clip_ratio_high": 0.2,
-            },
+            {f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_low": 10, f"{ACTOR}.clip_ratio_high": 0.2},
             "cispo",
             {"kind": "cispo", "low": 1.0, "high": 0.2},  # a ratio is never below 0 = 1 - 1
             "token-mean",
@@ -159,11 +155,7 @@ ACTOR = "actor_rollout_ref.actor"
             "seq-mean-token-mean",
         ),
         (
-            {
-                f"{ACTOR}.policy_loss.loss_mode": "geo_mean",
-                f"{ACTOR}.clip_ratio_low": 0.4,
-                f"{ACTOR}.clip_ratio_high": 0.4,
-            },
+            {f"{ACTOR}.policy_loss.loss_mode": "geo_mean", f"{ACTOR}.clip_ratio_low": 0.4, f"{ACTOR}.clip_ratio_high": 0.4},
             "grpo",
             {"kind": "geometric_mean", "low": 0.4, "high": 0.4},
             "seq-mean-token-mean",

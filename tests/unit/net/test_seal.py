@@ -26,8 +26,7 @@ def test_another_configuration_is_refused(config: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "files",
-    [{}, {**FILES, "more.json": b""}, {**FILES, "config.json": b"{ }"}, {"config.json": b"{}t", "okenizer.json": b"[]"}],
+    "files", [{}, {**FILES, "more.json": b""}, {**FILES, "config.json": b"{ }"}, {"config.json": b"{}t", "okenizer.json": b"[]"}]
 )
 def test_other_files_are_refused(files: dict[str, bytes]) -> None:
     with pytest.raises(GateError):

@@ -243,11 +243,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "first" / "config.yaml").write_text("name: [")
     shutil.rmtree(tmp_path / "third")
     found = {run["name"]: run for run in get(page, "runs")}
-    assert {name: run["state"] for name, run in found.items()} == {
-        "first": "unreadable",
-        "second": "done",
-        "third": "unreadable",
-    }
+    assert {name: run["state"] for name, run in found.items()} == {"first": "unreadable", "second": "done", "third": "unreadable"}
     assert "config.yaml" in found["first"]["reason"] and "second" in get(page, "finals")
     runs.refresh()
     assert [run["name"] for run in get(page, "runs")] == ["second", "first"]

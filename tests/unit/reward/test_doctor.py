@@ -8,11 +8,7 @@ from polyreme_reward.doctor import sandbox_verdict
 
 @pytest.mark.parametrize(
     ("bubblewrap", "landlock", "level", "mode"),
-    [
-        (None, None, "ok", Mode.BUBBLEWRAP),
-        ("refused", None, "ok", Mode.LANDLOCK),
-        ("refused", "no kernel support", "note", None),
-    ],
+    [(None, None, "ok", Mode.BUBBLEWRAP), ("refused", None, "ok", Mode.LANDLOCK), ("refused", "no kernel support", "note", None)],
 )
 def test_the_first_mode_that_works_is_reported(
     bubblewrap: str | None, landlock: str | None, level: str, mode: Mode | None

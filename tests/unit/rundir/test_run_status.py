@@ -135,15 +135,7 @@ def test_columns_are_as_wide_as_their_cells() -> None:
 def test_a_table_that_a_terminal_cannot_hold_is_a_block_per_row() -> None:
     header, rows = ("RUN", "STATE", "AT"), [("first", "done", "1"), ("second", "running", "2")]
     assert fitted(header, rows, None) == fitted(header, rows, 10) == aligned(header, rows)
-    assert fitted(header, rows, 9) == [
-        "RUN:",
-        "first",
-        "  STATE  done",
-        "  AT     1",
-        "second",
-        "  STATE  running",
-        "  AT     2",
-    ]
+    assert fitted(header, rows, 9) == ["RUN:", "first", "  STATE  done", "  AT     1", "second", "  STATE  running", "  AT     2"]
 
 
 def test_the_command_prints_json(done: Path) -> None:

@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.weights.digest import seal
-from polyreme.weights.manifest import (
-    ALIGNMENT,
-    NUMPY_DTYPES,
-    Manifest,
-    ManifestError,
-    TensorSpec,
-    plan_manifest,
-    tensor_views,
-)
+from polyreme.weights.manifest import ALIGNMENT, NUMPY_DTYPES, Manifest, ManifestError, TensorSpec, plan_manifest, tensor_views
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 spec_lists = st.lists(

@@ -5,14 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import weights_pb2 as pb
-from polyreme.weights.wire import (
-    LONGEST_CHUNK_BYTES,
-    WireError,
-    decode_chunk,
-    decode_manifest,
-    encode_chunk,
-    encode_manifest,
-)
+from polyreme.weights.wire import LONGEST_CHUNK_BYTES, WireError, decode_chunk, decode_manifest, encode_chunk, encode_manifest
 
 offsets = st.one_of(st.integers(0, 300), st.integers(0, (1 << 64) - 1))
 chunks = st.one_of(st.binary(min_size=1, max_size=20), st.integers(1, 70_000).map(bytes))

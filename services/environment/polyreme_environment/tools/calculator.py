@@ -49,13 +49,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Fraction]] = {
-    "abs": abs,
-    "max": max,
-    "min": min,
-    "round": _round,
-    "sqrt": _root,
-}
+_FUNCTIONS: Mapping[str, Callable[..., Fraction]] = {"abs": abs, "max": max, "min": min, "round": _round, "sqrt": _root}
 
 
 def calculate(expression: str) -> int | float:

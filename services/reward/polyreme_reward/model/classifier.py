@@ -210,9 +210,7 @@ def _load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 def _label(outputs: int, label: int | None) -> int:
     if label is None and outputs != 1:
         raise ConfigError(
-            "a reward model with one output (num_labels 1)",
-            f"{outputs} outputs",
-            "Select the score with options.label.",
+            "a reward model with one output (num_labels 1)", f"{outputs} outputs", "Select the score with options.label."
         )
     if label is not None and label >= outputs:
         raise ConfigError(f"options.label below the model's {outputs} outputs", str(label), "Fix it; the first one is 0.")

@@ -91,9 +91,7 @@ def adapt(function: Callable[..., object], options: Mapping[str, object]) -> Ada
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
-            f"a reward function {function.__name__} that returns a score",
-            "a generator",
-            "Use `return` instead of `yield`.",
+            f"a reward function {function.__name__} that returns a score", "a generator", "Use `return` instead of `yield`."
         )
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

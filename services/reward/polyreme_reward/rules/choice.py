@@ -29,8 +29,11 @@ _ANSWER = (
     r"|\b[Aa]ns(?=[.:]|\s+is\b)|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
 )
 _PICK = (
-    r"(?:[Oo]ption|[Cc]hoice)\s+is\b|\b[Cc]orrect(?:\s+(?:option|choice|letter))?(?=\W{0,3}:|\s+is\b)|[Cc]hoose\b|[Gg]o(?:ing)?\s+with\b|(?:[Mm]y|[Ff]inal)\s+choice\s*:|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7|\u9078\u629e\u80a2?|\u9009\u9879|\u9078\u9805|\u9009|\u9078|\u6b63[\u786e\u78ba]\u7684?\u662f"
-    r"|\uc120\ud0dd|[\u0412\u0432]\u044b\u0431\u0438\u0440\u0430\u044e|(?:[Rr]ichtig|[Kk]orrekt)\s+ist\b|[\u041f\u043f]\u0440\u0430\u0432\u0438\u043b\u044c\u043d\w+\s+\u0432\u0430\u0440\u0438\u0430\u043d\u0442"
+    r"(?:[Oo]ption|[Cc]hoice)\s+is\b|\b[Cc]orrect(?:\s+(?:option|choice|letter))?(?=\W{0,3}:|\s+is\b)|[Cc]hoose\b"
+    r"|[Gg]o(?:ing)?\s+with\b|(?:[Mm]y|[Ff]inal)\s+choice\s*:|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7"
+    r"|\u9078\u629e\u80a2?|\u9009\u9879|\u9078\u9805|\u9009|\u9078|\u6b63[\u786e\u78ba]\u7684?\u662f"
+    r"|\uc120\ud0dd|[\u0412\u0432]\u044b\u0431\u0438\u0440\u0430\u044e|(?:[Rr]ichtig|[Kk]orrekt)\s+ist\b"
+    r"|[\u041f\u043f]\u0440\u0430\u0432\u0438\u043b\u044c\u043d\w+\s+\u0432\u0430\u0440\u0438\u0430\u043d\u0442"
     r"|[Bb]onne\s+option\s+est\b|[Ll]a\s+(?:opci\u00f3n|correcta)\s+(?:correcta\s+)?es\b|[Oo]pci\u00f3n\s+correcta\b"
 )
 _CUE = re.compile(rf"(?:{_ANSWER}|{_PICK})")
@@ -57,7 +60,8 @@ _DENIED = re.compile(
 )
 _REFUSED = re.compile(r"(?:\bnot|n't|\bnever|\bnicht|\u4e0d)\s*$")  # I would not choose B
 _ANOTHER = re.compile(
-    rf"\W{{0,3}}\s*(?:[,;/&|+]|\band\b|\bor\b|\bund\b|\boder\b|\bet\b|\bou\b|\by\b|\bo\b|\u548c|\u6216\u8005?|\u4e0e|\u53ca|\u3068|\u307e\u305f\u306f|\uacfc|\uc640|\u0438(?:\u043b\u0438)?)\s*\W?([A-Z]){_ENDS}(?!'|\s+[a-z])"
+    rf"\W{{0,3}}\s*(?:[,;/&|+]|\band\b|\bor\b|\bund\b|\boder\b|\bet\b|\bou\b|\by\b|\bo\b|\u548c|\u6216\u8005?|\u4e0e|\u53ca"
+    rf"|\u3068|\u307e\u305f\u306f|\uacfc|\uc640|\u0438(?:\u043b\u0438)?)\s*\W?([A-Z]){_ENDS}(?!'|\s+[a-z])"
 )
 _BEFORE = re.compile(
     rf"{_APART}([A-Z])\W{{0,3}}(?:\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b|\s+ist\s+(?:die\s+)?(?:richtig|korrekt)"

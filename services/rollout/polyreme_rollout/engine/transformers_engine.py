@@ -60,12 +60,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "T
             model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     rollout = config.rollout
     return TransformersEngine(
-        model.eval().to(config.device),
-        model_dir,
-        config.device,
-        rollout.max_model_len,
-        rollout.max_num_seqs,
-        config.data.date,
+        model.eval().to(config.device), model_dir, config.device, rollout.max_model_len, rollout.max_num_seqs, config.data.date
     )
 
 
@@ -75,13 +70,7 @@ class TransformersEngine:
     reports_routes = False
 
     def __init__(
-        self,
-        model: Any,
-        model_dir: Path,
-        device: str,
-        max_model_len: int,
-        max_num_seqs: int,
-        day: date | None = None,
+        self, model: Any, model_dir: Path, device: str, max_model_len: int, max_num_seqs: int, day: date | None = None
     ) -> None:
         import transformers
 

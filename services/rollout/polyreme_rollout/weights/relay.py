@@ -80,12 +80,7 @@ async def send(
 
 
 async def fetch(
-    source: str,
-    request: pb.FetchRequest,
-    security: SecurityConfig | None,
-    seconds: float,
-    largest: int,
-    limits: TransferLimits,
+    source: str, request: pb.FetchRequest, security: SecurityConfig | None, seconds: float, largest: int, limits: TransferLimits
 ) -> AsyncGenerator[tuple[int, memoryview], None]:
     """Yields a part's bytes in order, from the request's offset on.
 

@@ -42,13 +42,7 @@ Mask = NDArray[np.floating]
 
 
 def gae(
-    rewards: Float64,
-    values: Float64,
-    mask: Mask,
-    offsets: Int64,
-    gamma: float,
-    lam: Float64,
-    final_values: Float64 | None = None,
+    rewards: Float64, values: Float64, mask: Mask, offsets: Int64, gamma: float, lam: Float64, final_values: Float64 | None = None
 ) -> tuple[Float64, Float64]:
     """Generalised advantage estimation, Schulman et al. 2015 (arXiv 1506.02438), equation 16, over the trained tokens.
 

@@ -61,11 +61,7 @@ def correct(corrections: Sequence[Correction], inputs: LossInputs) -> tuple[Tens
     """
     log_w = log_weights(inputs)
     w, k3 = _exp(log_w), estimate("k3", inputs.behaviour, inputs.old.detach())
-    metrics: Metrics = {
-        "importance_weight": mean_of(w),
-        "importance_weight_max": maximum_of(w),
-        "off_policy_kl": mean_of(k3),
-    }
+    metrics: Metrics = {"importance_weight": mean_of(w), "importance_weight_max": maximum_of(w), "off_policy_kl": mean_of(k3)}
     if inputs.fresh is not None:
         metrics["mismatch_kl"] = mean_of(k3, inputs.fresh.to(k3.dtype))
     total = torch.ones_like(w)

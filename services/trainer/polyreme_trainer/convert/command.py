@@ -116,8 +116,7 @@ def convert(
     ] = None,
     expert: Annotated[int | None, typer.Option(min=1, help="Its expert ranks.", show_default=False)] = None,
     expert_tensor: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks that cut each expert; none: the tensor ranks do.", show_default=False),
+        int | None, typer.Option(min=1, help="Ranks that cut each expert; none: the tensor ranks do.", show_default=False)
     ] = None,
     vocab_multiple: Annotated[
         int, typer.Option(min=1, help="Its embedding is padded to a multiple of this for each tensor rank.")

@@ -49,9 +49,7 @@ def assembled(param: str, shape: Shape, pieces: Sequence[Slice], tensors: Mappin
         tensor = tensors[piece.hf_name]
         if tensor.dtype != dtype:
             raise ConfigError(
-                f"{dtype} in all tensors of {param}",
-                f"{tensor.dtype} in {piece.hf_name}",
-                "Convert the model to one dtype.",
+                f"{dtype} in all tensors of {param}", f"{tensor.dtype} in {piece.hf_name}", "Convert the model to one dtype."
             )
         whole[piece.param_index] = tensor[piece.hf_index]
     return whole

@@ -209,11 +209,7 @@ class RendezvousAddress:
 
 def rank_environment(config: RunConfig, run_id: str, redis_url: str) -> dict[str, str]:
     """The environment of every learner rank, on any machine."""
-    return {
-        "POLYREME_REDIS": redis_url,
-        "POLYREME_RUN": run_id,
-        **compute_environment(config.trainer.parallel, config.device),
-    }
+    return {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id, **compute_environment(config.trainer.parallel, config.device)}
 
 
 def trainer_processes(

@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.api.v1.experience_pb2 import (
-    FINISH_REASON_LENGTH,
-    OUTCOME_LENGTH,
-    OUTCOME_TIME,
-    OUTCOME_TOKENS,
-    OUTCOME_TURNS,
-)
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, OUTCOME_LENGTH, OUTCOME_TIME, OUTCOME_TOKENS, OUTCOME_TURNS
 from polyreme.config.run import RunConfig
 from polyreme.experience.metric_records import IterationTrained, MetricValues
 from polyreme.experience.records import GroupRecord, SampleRecord

@@ -92,8 +92,8 @@ class LiveModels:
             return None
         if not await self._log.attempt(lane):
             return (
-                f"expected a model that the learner can take into memory; found that it ended {MAX_BEGUN} times as it did so, see its log. "
-                "The model goes on when the service is started again, with more memory if that was missing. Or unload it."
+                f"expected a model that the learner can take into memory; it ended {MAX_BEGUN} times on it, see its log."
+                " The model goes on when the service is started again, with more memory if that was missing. Or unload it."
             )
         await self.make_room()
         seq = -1

@@ -106,9 +106,7 @@ class MachinePart:
         part, was = version.parts[self._number - 1], base.parts[self._number - 1].manifest
         title = f"no delta of part {self._number} from version {base.number} to {version.number}"
         request = pb.FindDeltaRequest(
-            id=version.manifest.id,
-            part=self._number,
-            base=pb.VersionId(run_id=was.run_id, term=was.term, version=was.version),
+            id=version.manifest.id, part=self._number, base=pb.VersionId(run_id=was.run_id, term=was.term, version=was.version)
         )
         try:
             async with rpc.connect(part.address, self._security) as channel:

@@ -111,12 +111,7 @@ class Publisher:
         self._raise_failure()
 
     def publish(
-        self,
-        manifest: Manifest,
-        slot: int,
-        generation: int,
-        canary: Canary | None = None,
-        parts: tuple[RemotePart, ...] = (),
+        self, manifest: Manifest, slot: int, generation: int, canary: Canary | None = None, parts: tuple[RemotePart, ...] = ()
     ) -> None:
         """Makes the version in `slot` the newest. The publisher's thread computes missing digests. Replicas must pass its canary.
 

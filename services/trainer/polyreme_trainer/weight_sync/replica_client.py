@@ -18,13 +18,7 @@ from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import DeltaManifest, WeightDelta
-from polyreme.weights.wire import (
-    STAGE_STREAM,
-    encode_chunk,
-    encode_delta,
-    encode_manifest,
-    keep_memory,
-)
+from polyreme.weights.wire import STAGE_STREAM, encode_chunk, encode_delta, encode_manifest, keep_memory
 from polyreme_trainer.weight_sync.push_limits import PushLimits
 from polyreme_trainer.weight_sync.version import Version
 

@@ -28,13 +28,7 @@ def ours_whole(item: Item) -> float:
 
 
 def ours_everything(
-    prompt: str,
-    templated_prompt: str,
-    response: str,
-    response_raw: str,
-    label: str,
-    metadata: dict[str, Any],
-    bonus: float = 0.0,
+    prompt: str, templated_prompt: str, response: str, response_raw: str, label: str, metadata: dict[str, Any], bonus: float = 0.0
 ) -> float:
     texts = (prompt, templated_prompt, response, response_raw, label, metadata["level"])
     return float(texts == ("1+2=", "Q: 1+2=", "3", "3<eos>", "3", 2)) + bonus

@@ -21,8 +21,7 @@ def ask(name: str, response: str, label: str, **options: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("response", "label", "score"),
-    [("5", "5", 1.0), (" 5\n", "5", 1.0), ("5.", "5", 0.0), ("a", "A", 0.0), ("", "5", 0.0)],
+    ("response", "label", "score"), [("5", "5", 1.0), (" 5\n", "5", 1.0), ("5.", "5", 0.0), ("a", "A", 0.0), ("", "5", 0.0)]
 )
 def test_exact(response: str, label: str, score: float) -> None:
     assert ask("exact", response, label) == score

@@ -11,12 +11,7 @@ def test_parts_add_up_to_the_whole() -> None:
         {"mean": mean_of(p), "flag": mean_of(p > 3), "weighted": mean_of(p, w), "largest_max": maximum_of(p)}
         for p, w in zip(x.split([4, 5, 1, 0]), weight.split([4, 5, 1, 0]), strict=True)
     ]
-    assert finish(combine(parts)) == {
-        "mean": 4.5,
-        "flag": 0.6,
-        "weighted": 42 / 9,
-        "largest_max": 9.0,
-    }
+    assert finish(combine(parts)) == {"mean": 4.5, "flag": 0.6, "weighted": 42 / 9, "largest_max": 9.0}
 
 
 def test_the_smallest_of_parts() -> None:

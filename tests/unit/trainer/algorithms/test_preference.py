@@ -72,10 +72,7 @@ def bradley_terry(row: Sequence[Answer], columns: Row) -> float:
 
 
 CASES: dict[str, tuple[Objective, Formula]] = {
-    "dpo": (
-        PairwiseLogprobs(Dpo(beta=0.3)),
-        lambda row, _: -logsigmoid(0.3 * (ratio(row[0]) - ratio(row[1]))),
-    ),
+    "dpo": (PairwiseLogprobs(Dpo(beta=0.3)), lambda row, _: -logsigmoid(0.3 * (ratio(row[0]) - ratio(row[1])))),
     "cdpo": (PairwiseLogprobs(Dpo(beta=0.3, label_smoothing=0.1)), cdpo),
     "ipo": (PairwiseLogprobs(Ipo(beta=0.3)), ipo_mean),
     "ipo of sums": (

@@ -137,11 +137,7 @@ def test_a_layer_in_another_virtual_stage(virtual: Path, model: Path, tmp_path: 
     assert error.found == "unexpected: decoder.layers.1.mlp.linear_fc2.weight" and "mp_rank_00_000, model0" in error.expected
 
 
-SIZES = {
-    "tensor_model_parallel_size": 4,
-    "pipeline_model_parallel_size": 4,
-    "virtual_pipeline_model_parallel_size": 2,
-}
+SIZES = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES.items())

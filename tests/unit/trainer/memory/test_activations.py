@@ -89,8 +89,7 @@ def test_the_dense_layers_of_a_model_with_experts_save_what_a_dense_model_does()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "entropy", "each"),
-    [("float32", False, 8), ("float32", True, 12), ("bfloat16", False, 10), ("bfloat16", True, 14)],
+    ("dtype", "entropy", "each"), [("float32", False, 8), ("float32", True, 12), ("bfloat16", False, 10), ("bfloat16", True, 14)]
 )
 def test_logits_beside_their_gradient(dtype: str, entropy: bool, each: int) -> None:
     arch, tokens, width = architecture(), 64, 4 if dtype == "float32" else 2

@@ -43,11 +43,7 @@ def state_bytes(config: Any) -> int:
 
 @pytest.mark.parametrize(
     ("algorithm", "ema", "each"),
-    [
-        ({"preset": "dapo"}, None, 18),
-        ({"preset": "rloo"}, None, 18 + 2),
-        ({"preset": "rloo"}, 0.9, 18 + 2 + 4),
-    ],
+    [({"preset": "dapo"}, None, 18), ({"preset": "rloo"}, None, 18 + 2), ({"preset": "rloo"}, 0.9, 18 + 2 + 4)],
 )
 def test_each_role_adds_its_bytes(algorithm: dict[str, Any], ema: float | None, each: int, tmp_path: Path) -> None:
     config = run(tmp_path, algorithm=algorithm, trainer={"optimizer": {"lr": 1e-6}, "ema_decay": ema})

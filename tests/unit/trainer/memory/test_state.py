@@ -98,10 +98,7 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
     assert total(Model("actor", arch, "bfloat16", trained=True), sharding) == shared
 
 
-@pytest.mark.parametrize(
-    ("expert", "weights", "gradients", "optimizer"),
-    [(1, 54.8, 109.5, 20.5), (16, 5.2, 10.4, 20.5)],
-)
+@pytest.mark.parametrize(("expert", "weights", "gradients", "optimizer"), [(1, 54.8, 109.5, 20.5), (16, 5.2, 10.4, 20.5)])
 def test_the_table_in_the_guide_to_layouts(expert: int, weights: float, gradients: float, optimizer: float) -> None:
     arch = architecture("Qwen3-235B-A22B")
     sharding, _ = shardings(arch, ParallelConfig(tensor=4, pipeline=2, data=16, expert=expert))

@@ -84,10 +84,7 @@ def test_another_stage_of_the_directory_starts_anew(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_the_numbers_of_steps_and_evaluations() -> None:
-    assert list(scalars({"time": 1.0, "run": "r", **evaluation(2, 2.0)})) == [
-        ("eval/loss", 2.0, 2),
-        ("eval/accuracy", 0.5, 2),
-    ]
+    assert list(scalars({"time": 1.0, "run": "r", **evaluation(2, 2.0)})) == [("eval/loss", 2.0, 2), ("eval/accuracy", 0.5, 2)]
     assert ("train/loss", 1.0, 1) in list(scalars({"time": 1.0, **step(1)}))
     saved = {"time": 1.0, "kind": "saved", "step": 1, "path": "there", "seconds": 0.1, "stall_seconds": 0.01}
     assert list(scalars(saved)) == [("checkpoint/seconds", 0.1, 1), ("checkpoint/stall_seconds", 0.01, 1)]

@@ -53,12 +53,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
 
 
 def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
-    return {
-        **_head(asked, turn),
-        "content": list(_blocks(asked, turn)),
-        **_stop(turn),
-        "usage": _usage(turn, turn.tokens),
-    }
+    return {**_head(asked, turn), "content": list(_blocks(asked, turn)), **_stop(turn), "usage": _usage(turn, turn.tokens)}
 
 
 class MessageEvents:

@@ -136,12 +136,7 @@ class Saves(CheckpointWriter):
         return found.iteration, found.facts
 
     def save(
-        self,
-        number: int,
-        roles: Sequence[AnyRole],
-        facts: CheckpointFacts,
-        hf_path: Path | None,
-        exports: Mapping[str, Export],
+        self, number: int, roles: Sequence[AnyRole], facts: CheckpointFacts, hf_path: Path | None, exports: Mapping[str, Export]
     ) -> None:
         """Starts to write a Hugging Face directory and the checkpoint `number`, see `CheckpointWriter`. Collective.
 

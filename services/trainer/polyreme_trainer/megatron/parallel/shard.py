@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme_trainer.megatron.batches.batch import (
-    Cost,
-    IntArray,
-    MicroBatch,
-    Sequences,
-    pack,
-    plan_ranks,
-)
+from polyreme_trainer.megatron.batches.batch import Cost, IntArray, MicroBatch, Sequences, pack, plan_ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.parallel.collectives import sum_over

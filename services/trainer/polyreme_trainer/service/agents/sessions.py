@@ -106,11 +106,7 @@ class AgentSessions:
 
         path = f"{prefix}/agent_sessions"
         one = f"{path}/{{id}}"
-        return [
-            Route(path, opened, methods=["POST"]),
-            Route(one, told, methods=["GET"]),
-            Route(one, ended, methods=["DELETE"]),
-        ]
+        return [Route(path, opened, methods=["POST"]), Route(one, told, methods=["GET"]), Route(one, ended, methods=["DELETE"])]
 
     @asynccontextmanager
     async def sweeping(self) -> AsyncIterator[None]:

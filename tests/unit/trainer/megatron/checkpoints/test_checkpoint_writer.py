@@ -252,9 +252,7 @@ def test_a_rank_with_a_full_disk_is_named_on_every_rank(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(atomic, "stage", with_a_full_disk_for_rank_1)
     monkeypatch.setattr(
-        checkpoint,
-        "rank_contents",
-        lambda roles: RankContents({f"state-{roles[0].rank}.pt": WEIGHTS}, {}, roles[0].rank, 2),
+        checkpoint, "rank_contents", lambda roles: RankContents({f"state-{roles[0].rank}.pt": WEIGHTS}, {}, roles[0].rank, 2)
     )
     other = threading.Thread(target=save_on, args=(1,))
     other.start()

@@ -83,12 +83,7 @@ def test_exports_without_a_checkpoint_are_removed_and_other_directories_stay(sav
     for name in ("iteration-000002", "iteration-000004", "iteration-000004-merged", "best", ".iteration-000005.1234abcd.new"):
         (folder / name).mkdir()
     saves._discard()
-    assert {path.name for path in folder.iterdir()} == {
-        "iteration-000000",
-        "iteration-000004",
-        "iteration-000004-merged",
-        "best",
-    }
+    assert {path.name for path in folder.iterdir()} == {"iteration-000000", "iteration-000004", "iteration-000004-merged", "best"}
 
 
 def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> RunSaves:

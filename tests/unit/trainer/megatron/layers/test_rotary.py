@@ -36,10 +36,7 @@ LONG = 32768
 )
 def test_cos_and_sin_are_those_of_transformers_at_long_positions(theta: float, scaling: dict[str, Any]) -> None:
     config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=2,
-        max_position_embeddings=LONG,
-        rope_parameters={"rope_theta": theta, **scaling},
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=LONG, rope_parameters={"rope_theta": theta, **scaling}
     )
     arch = read_architecture(HfConfig(config.to_dict()))
     positions = torch.cat((torch.arange(64), torch.arange(7000, 8000), torch.arange(LONG - 64, LONG)))

@@ -3,12 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.generation.generate import (
-    LEAST_GATHER,
-    MESSAGES_PER_SECOND,
-    MOST_GATHER,
-    gather_seconds,
-)
+from polyreme_trainer.orchestrator.generation.generate import LEAST_GATHER, MESSAGES_PER_SECOND, MOST_GATHER, gather_seconds
 from polyreme_trainer.orchestrator.replicas.straggler_detection import SILENCE_TIMEOUT
 
 

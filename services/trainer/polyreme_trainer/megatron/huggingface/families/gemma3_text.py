@@ -28,10 +28,7 @@ class _Gemma3(ModelFamily):
                 "Choose a model without yarn.",
             )
         return replace(
-            arch,
-            sliding_rope=sliding,
-            query_scale=config.number("query_pre_attn_scalar"),
-            embedding_scale=arch.hidden**0.5,
+            arch, sliding_rope=sliding, query_scale=config.number("query_pre_attn_scalar"), embedding_scale=arch.hidden**0.5
         )
 
     def sliding_layers(self, config: HfConfig, layers: int) -> tuple[bool, ...]:

@@ -6,7 +6,5 @@ ONLY_VLLM = {"bias": False, "qkv_bias": False, "llama_4_scaling": None}
 """Values of the fields that vLLM's Llama or Mistral reads and those of transformers do not."""
 
 FAMILY = ModelFamily(
-    name="llama",
-    fixed={**ONLY_VLLM, "sliding_window": None},
-    biases={"attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS},
+    name="llama", fixed={**ONLY_VLLM, "sliding_window": None}, biases={"attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}
 )

@@ -3,8 +3,4 @@
 from polyreme_trainer.megatron.huggingface.families.base import DENSE_LAYER, QKV_BIAS
 from polyreme_trainer.megatron.huggingface.families.window import QwenFamily
 
-FAMILY = QwenFamily(
-    name="qwen2",
-    layer=(*DENSE_LAYER, QKV_BIAS),
-    defaults={"num_key_value_heads": 32},
-)
+FAMILY = QwenFamily(name="qwen2", layer=(*DENSE_LAYER, QKV_BIAS), defaults={"num_key_value_heads": 32})

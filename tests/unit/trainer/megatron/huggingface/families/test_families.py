@@ -12,13 +12,7 @@ from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from polyreme_trainer.megatron.huggingface.families.rope import Rope
 from support.configs import LLAMA
 
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-    "n_routed_experts": 4,
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True, "n_routed_experts": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 
 
