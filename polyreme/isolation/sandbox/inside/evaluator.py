@@ -84,6 +84,8 @@ class _Program:
         if "raised" in reply:
             name, text = map(str, reply["raised"])
             kind = getattr(builtins, name, None)
+            if kind is StopIteration and message.get("do") != "next":
+                raise ProgramError(f"{name}: {text}")  # it would end a loop of the test, as in all(map(...))
             if isinstance(kind, type) and issubclass(kind, Exception):
                 try:
                     raised = kind(text)
@@ -96,7 +98,7 @@ class _Program:
     def _value(self, data: Any) -> Any:
         try:
             return values.decode(data, lambda number: Remote(self, int(number)))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
             raise Failed(repr(error)) from None
 
 
@@ -124,8 +126,28 @@ def _forward(operation: str) -> Callable[..., object]:
     return lambda self, *args: object.__getattribute__(self, "_program").do(operation, self, *args)
 
 
-def _reflect(operation: str) -> Callable[..., object]:
-    return lambda self, other: object.__getattribute__(self, "_program").do(operation, other, self)
+def _measure(operation: str) -> Callable[..., object]:
+    def measure(self: "Remote") -> object:
+        if object.__getattribute__(self, "_told"):
+            raise Failed("the test compares an object that the program has computed from a value of the test")
+        return _forward(operation)(self)
+
+    return measure
+
+
+def _calculate(operation: str, reflected: bool = False) -> Callable[..., object]:
+    """Arithmetic. Beside a value of the test, which may be the expected one, the result is an object that gives no number (`_measure`): the
+    program could choose that of `abs(f(x) - 3) < 1e-6`."""
+
+    def calculate(self: "Remote", *others: object) -> object:
+        value = _forward(operation)(*others, self) if reflected else _forward(operation)(self, *others)
+        if any(type(each) is not Remote or object.__getattribute__(each, "_told") for each in (self, *others)):
+            if type(value) is not Remote:
+                raise Failed("the test compares an object of the program by arithmetic with a plain value")
+            object.__setattr__(value, "_told", True)
+        return value
+
+    return calculate
 
 
 def _compare(self: object, other: object) -> Any:
@@ -133,11 +155,12 @@ def _compare(self: object, other: object) -> Any:
 
 
 class Remote:
-    """A reference to an object of the program."""
+    """A reference to an object of the program. `_told`: it is the result of arithmetic with a value of the test."""
 
     def __init__(self, program: _Program, number: int) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_told", False)
 
     def __call__(self, *args: object, **keywords: object) -> object:
         return object.__getattribute__(self, "_program").do("call", self, args, keywords)
@@ -158,15 +181,28 @@ class Remote:
     __hash__ = object.__hash__
 
 
-for _name, _operation in {
-    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains", "next": "next",
-    "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index", "abs": "abs",
-    "neg": "neg", "enter": "enter",
-}.items():  # fmt: skip
-    setattr(Remote, f"__{_name}__", _forward(_operation))
-for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
-    setattr(Remote, f"__{_name.strip('_')}__", _forward(_name))
-    setattr(Remote, f"__r{_name.strip('_')}__", _reflect(_name))
+for _name in ("setattr", "getitem", "setitem", "delitem", "contains", "next", "str", "repr", "enter"):
+    setattr(Remote, f"__{_name}__", _forward(_name))
+for _name in ("len", "bool", "int", "float", "index", "abs"):
+    setattr(Remote, f"__{_name}__", _measure(_name))
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+    "neg",
+):
+    setattr(Remote, f"__{_name.strip('_')}__", _calculate(_name))
+    setattr(Remote, f"__r{_name.strip('_')}__", _calculate(_name, reflected=True))
 
 
 class _Names(dict[str, object]):
