@@ -169,6 +169,11 @@ class Child:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
 
+def signal_name(number: int) -> str:
+    """Such as SIGKILL. Signals of real time have no names."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+
+
 def exec_again(environment: Mapping[str, str]) -> NoReturn:
     """Replaces this process by a new one with the same id, command and owner, which starts with no memory of it. Ends what it started."""
     for child in psutil.Process().children():
