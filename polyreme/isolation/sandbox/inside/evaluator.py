@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from polyreme.isolation.sandbox.inside import values
+from polyreme.isolation.sandbox.inside.server import REFLECTED
 
 TRUSTED = (
     "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
     "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
 )  # fmt: skip
 _SHORT = {"np": "numpy"}
+_NUMBERS = ("len", "bool", "int", "float", "index", "abs")
 
 
 class UnsafeTest(BaseException):
@@ -59,6 +61,11 @@ class _Program:
         return self._value(reply["value"])
 
     def do(self, operation: str, *args: Any) -> Any:
+        """An operation of the program. Arithmetic with a value of the test, which may be the expected one, gives an object that gives no number:
+        the program could choose that of `abs(f(x) - 3) < 1e-6`."""
+        is_told = any(type(arg) is Remote and object.__getattribute__(arg, "_told") for arg in args)
+        if is_told and operation in _NUMBERS:
+            raise Failed("the test compares an object that the program has computed from a value of the test")
         try:
             sent = [values.encode(arg, _number) for arg in args]
         except values.Unplain as error:
@@ -71,7 +78,12 @@ class _Program:
                     _restore(arg, after)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise Failed(repr(error)) from None
-        return self._value(reply["value"])
+        value = self._value(reply["value"])
+        if operation in (*REFLECTED, "neg") and (is_told or not all(type(arg) is Remote for arg in args)):
+            if type(value) is not Remote:
+                raise Failed("the test compares an object of the program by arithmetic with a plain value")
+            object.__setattr__(value, "_told", True)
+        return value
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -126,28 +138,8 @@ def _forward(operation: str) -> Callable[..., object]:
     return lambda self, *args: object.__getattribute__(self, "_program").do(operation, self, *args)
 
 
-def _measure(operation: str) -> Callable[..., object]:
-    def measure(self: "Remote") -> object:
-        if object.__getattribute__(self, "_told"):
-            raise Failed("the test compares an object that the program has computed from a value of the test")
-        return _forward(operation)(self)
-
-    return measure
-
-
-def _calculate(operation: str, reflected: bool = False) -> Callable[..., object]:
-    """Arithmetic. Beside a value of the test, which may be the expected one, the result is an object that gives no number (`_measure`): the
-    program could choose that of `abs(f(x) - 3) < 1e-6`."""
-
-    def calculate(self: "Remote", *others: object) -> object:
-        value = _forward(operation)(*others, self) if reflected else _forward(operation)(self, *others)
-        if any(type(each) is not Remote or object.__getattribute__(each, "_told") for each in (self, *others)):
-            if type(value) is not Remote:
-                raise Failed("the test compares an object of the program by arithmetic with a plain value")
-            object.__setattr__(value, "_told", True)
-        return value
-
-    return calculate
+def _reflect(operation: str) -> Callable[..., object]:
+    return lambda self, other: object.__getattribute__(self, "_program").do(operation, other, self)
 
 
 def _compare(self: object, other: object) -> Any:
@@ -181,28 +173,11 @@ class Remote:
     __hash__ = object.__hash__
 
 
-for _name in ("setattr", "getitem", "setitem", "delitem", "contains", "next", "str", "repr", "enter"):
+for _name in ("setattr", "getitem", "setitem", "delitem", "contains", "next", "str", "repr", "enter", "neg", *_NUMBERS):
     setattr(Remote, f"__{_name}__", _forward(_name))
-for _name in ("len", "bool", "int", "float", "index", "abs"):
-    setattr(Remote, f"__{_name}__", _measure(_name))
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and_",
-    "or_",
-    "xor",
-    "lshift",
-    "rshift",
-    "neg",
-):
-    setattr(Remote, f"__{_name.strip('_')}__", _calculate(_name))
-    setattr(Remote, f"__r{_name.strip('_')}__", _calculate(_name, reflected=True))
+for _name in REFLECTED:
+    setattr(Remote, f"__{_name.strip('_')}__", _forward(_name))
+    setattr(Remote, f"__r{_name.strip('_')}__", _reflect(_name))
 
 
 class _Names(dict[str, object]):

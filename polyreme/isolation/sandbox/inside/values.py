@@ -106,16 +106,16 @@ def send(fd: int, message: object) -> None:
         data = data[os.write(fd, data) :]
 
 
-def receive(fd: int) -> Any:
-    """The next message. Raises EOFError at the end and ValueError for an invalid message."""
+def receive(fd: int, limit: int = FRAME_BYTES) -> Any:
+    """The next message. Raises EOFError at the end and ValueError for an invalid message, or one beyond `limit` bytes."""
     (size,) = _HEADER.unpack(_exactly(fd, _HEADER.size))
-    if size > FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes")
+    if size > limit:
+        raise ValueError(f"expected a frame of at most {limit} bytes; found {size}")
     return json.loads(_exactly(fd, size))
 
 
-def _exactly(fd: int, size: int) -> bytes:
-    data = b""
+def _exactly(fd: int, size: int) -> bytearray:
+    data = bytearray()
     while len(data) < size:
         part = os.read(fd, min(size - len(data), 1 << 20))
         if not part:
