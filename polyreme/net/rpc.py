@@ -167,9 +167,8 @@ class _Bearer(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         headers = dict(details.invocation_metadata or ())
-        if details.method.startswith("/grpc.health.v1.") or secure.authorized(
-            _bytes(headers.get("authorization", "")), self._token
-        ):
+        given = str(headers.get("authorization", "")).encode("utf-8", "replace")
+        if details.method.startswith("/grpc.health.v1.") or secure.authorized(given, self._token):
             return await continuation(details)
         return self._refuse
 
@@ -205,7 +204,3 @@ def _decoding(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         return await handler.unary_unary(request, context)
 
     return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
