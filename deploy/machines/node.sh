@@ -29,8 +29,12 @@ keep() {
         if answers; then break; fi
         sleep 2
     done
+    local service
     for _ in {1..20}; do
-        "$@" && return 0
+        "$@" &
+        service=$!
+        trap 'kill "$service"; wait "$service"; exit' TERM # the shell alone would leave it behind
+        wait "$service" && return 0
         answers || return 0
         sleep 5
     done
@@ -46,7 +50,7 @@ if ((rank == 0)); then
     ln -sf "$(python3 -c 'from polyreme.experience.embedded_redis import redis_binary; print(redis_binary())')" "$RUNS/redis/bin/redis-server"
     PATH=$RUNS/redis/bin:$PATH STATE=$RUNS/redis PORT=$port sh "$here/../helm/polyreme/files/redis.sh" server &
     services+=($!)
-    polyreme reward &
+    keep polyreme reward &
     services+=($!)
     overrides=("output_dir=$RUNS" security.token_env=POLYREME_TOKEN "$@")
     ((learners == 1)) || overrides+=("trainer.parallel.nodes=$learners")

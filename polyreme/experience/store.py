@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Client = TypeVar("Client", bound=Redis)
 
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
-_TRANSIENT = frozenset({"BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED"})
+_TRANSIENT = frozenset({"BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNBLOCKED"})
 """Codes of transient refusals. The command has changed nothing."""
 _REPLICAS = "min-replicas-to-write"
 
@@ -116,6 +116,8 @@ class Store(Redis):
                 if now >= next_reminder:
                     logger.warning("redis at %s: %s; retrying for another %.0f s", address(self), cause(self, error), left)
                     next_reminder = now + _REMINDER_INTERVAL
+                if isinstance(error, exceptions.ReadOnlyError):  # since a failover; its address may lead to the primary by now
+                    await self.connection_pool.disconnect(inuse_connections=False)
                 attempts += 1
                 await asyncio.sleep(min(left, _RETRY.draw(attempts)))
 

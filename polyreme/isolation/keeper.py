@@ -27,7 +27,7 @@ from typing import NoReturn
 import psutil  # type: ignore[import-untyped]
 
 from polyreme.isolation.privacy import refuse_inspection
-from polyreme.process.lifecycle import die_with_parent
+from polyreme.process.lifecycle import die_with_parent, signal_name
 
 _MESSAGE_BYTES = 1 << 12
 _PR_SET_CHILD_SUBREAPER = 36
@@ -164,12 +164,7 @@ def _kill(pid: int) -> None:
 
 def _reason(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"exited with status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
 
 
 def main() -> None:

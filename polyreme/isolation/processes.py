@@ -253,16 +253,9 @@ class Workers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.mkdtemp(prefix=f"polyreme-{self._kind}-", dir=temp_root(_SOCKET_ROOM))
         with theirs:
+            words = (str(theirs.fileno()), self._folder, self._module, *self._preload)
             self._keeper = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "polyreme.isolation.keeper",
-                    str(theirs.fileno()),
-                    self._folder,
-                    self._module,
-                    *self._preload,
-                ],
+                [sys.executable, "-m", "polyreme.isolation.keeper", *words],
                 env=scrubbed(os.environ, self._environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

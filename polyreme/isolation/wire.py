@@ -9,6 +9,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from polyreme.isolation.sandbox.inside import values
+
 Setup = Mapping[str, Any]
 """The first message to a worker."""
 
@@ -26,22 +28,7 @@ def encode(message: object) -> bytes:
 
 def receive(channel: socket.socket) -> Any:
     """The next message, or None when the channel has closed. Raises ValueError beyond FRAME_LIMIT bytes."""
-    header = _exactly(channel, HEADER.size)
-    if header is None:
+    try:
+        return values.receive(channel.fileno(), FRAME_LIMIT)
+    except EOFError:
         return None
-    (size,) = HEADER.unpack(header)
-    if size > FRAME_LIMIT:
-        raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {size}")
-    body = _exactly(channel, size)
-    return None if body is None else json.loads(body)
-
-
-def _exactly(channel: socket.socket, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = channel.recv_into(view)
-        if count == 0:
-            return None
-        view = view[count:]
-    return data

@@ -52,7 +52,7 @@ class Endpoint:
 
     def grpc_address(self, port: int) -> str:
         """host:port at which others reach gRPC, which is served at `port`."""
-        given = _port_of(self.advertise) if self.advertise else None
+        given = _parts(self.advertise)[1] if self.advertise else None
         return join(self._reached, port if given is None else given)
 
     def http_address(self, port: int) -> str:
@@ -66,24 +66,18 @@ class Endpoint:
 
     @property
     def _reached(self) -> str:
-        return _host_of(self.advertise) if self.advertise else self.host
+        return _parts(self.advertise)[0] if self.advertise else self.host
 
 
-def _host_of(address: str) -> str:
-    """The host of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`."""
-    if address.startswith("["):
-        return address[1:].partition("]")[0]
-    return address if address.count(":") > 1 else address.partition(":")[0]
-
-
-def _port_of(address: str) -> int | None:
-    """The port of `host:port` or `[::1]:port`, or None. Raises ConfigError when it is not a number."""
-    port = address.rpartition("]")[2].removeprefix(":") if address.startswith("[") else address.partition(":")[2]
-    if not port or (not address.startswith("[") and address.count(":") > 1):
-        return None
-    if not port.isdecimal():
-        raise ConfigError("HOST[:PORT] for --advertise, an IPv6 address in brackets", address, "Fix --advertise.")
-    return int(port)
+def _parts(address: str) -> tuple[str, int | None]:
+    """Host and port of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`. Raises ConfigError for an invalid port."""
+    if address.count(":") > 1 and not address.startswith("["):
+        return address, None
+    try:
+        parts = urlsplit(f"//{address}")
+        return parts.hostname or "", parts.port
+    except ValueError:
+        raise ConfigError("HOST[:PORT] for --advertise, an IPv6 address in brackets", address, "Fix --advertise.") from None
 
 
 def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Endpoint:
@@ -96,7 +90,7 @@ def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: s
         ConfigError: there is no route to Redis, or `advertise` is not HOST[:PORT].
     """
     if advertise:
-        _port_of(advertise)
+        _parts(advertise)
     interface = address_towards(redis_url) if redis_url else None
     host = host or interface or loopback()
     if host in _WILDCARDS:

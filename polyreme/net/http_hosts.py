@@ -29,7 +29,7 @@ def own_names(given: Iterable[str]) -> frozenset[str]:
 def refusal(scope: Scope, names: frozenset[str]) -> tuple[int, str] | None:
     """Status and message for a request that must not be answered; None for any other."""
     headers = list(scope.get("headers", ()))
-    hosts = [_host(value.decode("latin-1")) for name, value in headers if name == b"host"]
+    hosts = [_host(f"//{value.decode('latin-1')}") for name, value in headers if name == b"host"]
     for host in hosts:
         if not (_is_number(host) or _is_loopback_name(host) or host in names):
             known = ", ".join(sorted({"localhost", *names}))
@@ -39,7 +39,7 @@ def refusal(scope: Scope, names: frozenset[str]) -> tuple[int, str] | None:
                 "(security.token_env) takes any."
             )
     for origin in (value.decode("latin-1") for name, value in headers if name == b"origin"):
-        host = _origin_host(origin)
+        host = _host(origin)
         if not (host in hosts or host in names or _is_loopback_name(host) or (_is_number(host) and _is_loopback_number(host))):
             return 403, (
                 f"expected no request of another web page; found one of {origin!r}. "
@@ -48,19 +48,12 @@ def refusal(scope: Scope, names: frozenset[str]) -> tuple[int, str] | None:
     return None
 
 
-def _host(authority: str) -> str:
-    """The host of `host`, `host:port` or `[::1]:port`, in lower case; the whole text if it is none."""
+def _host(url: str) -> str:
+    """The host of a URL, in lower case; the whole text, such as the origin `null`, if it has none."""
     try:
-        return _plain(urlsplit(f"//{authority}").hostname or "")
+        return _plain(urlsplit(url).hostname or "") or url
     except ValueError:
-        return authority
-
-
-def _origin_host(origin: str) -> str:
-    try:
-        return _plain(urlsplit(origin).hostname or "") or origin  # `null` is the origin of a page without one
-    except ValueError:
-        return origin
+        return url
 
 
 def _plain(name: str) -> str:

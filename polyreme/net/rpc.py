@@ -120,7 +120,7 @@ def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Ch
     if security is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     if security.certificate is None:
-        return _Bearing(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), secure.token(security) or "")
+        return _bearing(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), secure.token(security) or "")
     name = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
     return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=(*CHANNEL_OPTIONS, *name))
 
@@ -131,47 +131,24 @@ def channel_closed() -> bool:
     return task is not None and not task.cancelling()
 
 
-class _Bearing(grpc.aio.Channel):
-    """A channel whose calls carry the token without TLS, where gRPC itself sends none."""
+def _bearing(channel: grpc.aio.Channel, token: str) -> grpc.aio.Channel:
+    """The channel, whose calls carry the token from now on: without TLS gRPC itself sends none."""
+    header = (("authorization", f"Bearer {token}"),)
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
-        self._channel, self._header = channel, (("authorization", f"Bearer {token}"),)
+    def with_header(make: Callable[..., Callable[..., grpc.aio.Call]]) -> Callable[..., object]:
+        def method(*arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
+            call = make(*arguments, **keywords)
 
-    def _with_header(self, call: Callable[..., grpc.aio.Call]) -> Callable[..., grpc.aio.Call]:
-        def bearing(*arguments: object, metadata: grpc.aio.Metadata | None = None, **keywords: object) -> grpc.aio.Call:
-            return call(*arguments, metadata=(*(metadata or ()), *self._header), **keywords)
+            def bearing(*arguments: object, metadata: grpc.aio.Metadata | None = None, **keywords: object) -> grpc.aio.Call:
+                return call(*arguments, metadata=(*(metadata or ()), *header), **keywords)
 
-        return bearing
+            return bearing
 
-    def unary_unary(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
-        return self._with_header(self._channel.unary_unary(*arguments, **keywords))
+        return method
 
-    def unary_stream(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
-        return self._with_header(self._channel.unary_stream(*arguments, **keywords))
-
-    def stream_unary(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
-        return self._with_header(self._channel.stream_unary(*arguments, **keywords))
-
-    def stream_stream(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
-        return self._with_header(self._channel.stream_stream(*arguments, **keywords))
-
-    async def __aenter__(self) -> grpc.aio.Channel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, kind, with_header(getattr(channel, kind)))
+    return channel
 
 
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
@@ -192,9 +169,8 @@ class _Bearer(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         headers = dict(details.invocation_metadata or ())
-        if details.method.startswith("/grpc.health.v1.") or secure.authorized(
-            _bytes(headers.get("authorization", "")), self._token
-        ):
+        given = str(headers.get("authorization", "")).encode("utf-8", "replace")
+        if details.method.startswith("/grpc.health.v1.") or secure.authorized(given, self._token):
             return await continuation(details)
         return self._refuse
 
@@ -230,7 +206,3 @@ def _decoding(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         return await handler.unary_unary(request, context)
 
     return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode("utf-8", "replace")

@@ -163,11 +163,19 @@ class Child:
 
     def log_tail(self, lines: int = 15) -> str:
         """The end of the child's log."""
-        if self.log_path is None or not self.log_path.exists():
-            return ""
-        with open(self.log_path, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        return "" if self.log_path is None or not self.log_path.exists() else "\n".join(last_lines(self.log_path, lines))
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log, or fewer if they are long."""
+    with open(path, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return log.read().decode(errors="replace").splitlines()[-count:]
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL. Signals of real time have no names."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def exec_again(environment: Mapping[str, str]) -> NoReturn:

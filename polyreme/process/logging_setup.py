@@ -14,7 +14,10 @@ def setup(service: str) -> None:
     formatter.converter = time.gmtime
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
-    level = os.environ.get("POLYREME_LOG", "info").upper()
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("polyreme", "polyreme_rollout", "polyreme_reward", "polyreme_trainer"):
-        logging.getLogger(name).setLevel(level)
+    wanted = os.environ.get("POLYREME_LOG") or "info"
+    level = logging.getLevelNamesMapping().get(wanted.upper())
+    if level is None:
+        logging.warning("expected debug, info or warning in POLYREME_LOG; found %r, so it is info", wanted)
+    for name in ("polyreme", "polyreme_rollout", "polyreme_reward", "polyreme_environment", "polyreme_trainer"):
+        logging.getLogger(name).setLevel(logging.INFO if level is None else level)

@@ -66,8 +66,8 @@ def _devices(nvml: ModuleType) -> Iterator[Metric]:
     busy = GaugeMetricFamily("polyreme_device_busy_ratio", "Share of time that kernels ran.", labels=labels)
     used = GaugeMetricFamily("polyreme_device_memory_bytes", "Device memory in use.", labels=labels)
     for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        with suppress(nvml.NVMLError):  # not every device supports every query
+        with suppress(nvml.NVMLError):  # not every device supports every query, and one may be lost
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
             names = [str(index), nvml.nvmlDeviceGetUUID(handle)]
             busy.add_metric(names, nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
             used.add_metric(names, nvml.nvmlDeviceGetMemoryInfo(handle).used)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.process.backoff import Backoff
-from polyreme.process.lifecycle import Child
+from polyreme.process.lifecycle import Child, signal_name
 from polyreme.process.machine import MemoryKills, killed_for_memory_since
 from polyreme.process.tasks import end_all
 
@@ -235,7 +235,7 @@ def describe_end(child: Child, lack: str = "") -> str:
     if status is None:
         text = f"{child.name} did not end with the others"
     elif status < 0:
-        text = f"{child.name} was ended by {signal.Signals(-status).name}"
+        text = f"{child.name} was ended by {signal_name(-status)}"
     else:
         text = f"{child.name} ended with status {status}"
     return f"{text} ({lack})" if lack else text

@@ -45,6 +45,18 @@ print(input(), os.listdir(), __name__)
     assert (ended.well, ended.stdout.decode()) == (True, "thread\né? ['program.py'] __main__\n")
 
 
+def test_files_without_a_name_within_the_limit_are_allowed(mode: Mode) -> None:
+    program = """
+import mmap, sys, tempfile, time
+with tempfile.TemporaryFile() as file, mmap.mmap(0, 0, access=mmap.ACCESS_READ) as given:
+    file.write(bytes(20 << 20)); file.flush()
+    with mmap.mmap(file.fileno(), 0): time.sleep(0.2)
+    print(len(given))
+"""
+    ended = script(mode, program, "x" * (40 << 20))
+    assert (ended.over, ended.stdout) == (None, b"41943040\n")
+
+
 @pytest.mark.parametrize(
     ("program", "over"),
     [
@@ -86,6 +98,11 @@ class Liar:
     def __class__(self): return int
 f = Liar()
 """
+SLY = LIAR.replace("    @property\n    def __class__(self): return int\n", "")
+NUMBER = "class Sly:\n    def __sub__(self, other): return 0.0\n    __rsub__ = __sub__\nf = lambda x: Sly()\n"
+EMPTY = "class Sly:\n    def __sub__(self, other): return set()\n    __xor__ = __sub__\nf = lambda x: Sly()\n"
+NUMPY = "import numpy\ndef f(x): return numpy.int64(x) if x < 5 else numpy.float32(x) if x < 9 else numpy.bool_(True)\n"
+VECTOR = "class V:\n    def __init__(self, x): self.x = x\n    def __mul__(self, k): return V(self.x * k)\n    def __str__(self): return f'<{self.x}>'\n"
 TESTS = [
     # (program, test, verdict)
     (VALUES, "assert f(1) == 2", "pass"),
@@ -109,6 +126,11 @@ TESTS = [
     ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)", "assert (V(1) + V(2)).x == 3", "pass"),
     ("def f():\n    raise KeyError('no')", "try:\n    f()\nexcept KeyError as e:\n    assert 'no' in str(e)", "pass"),
     ("X = 3", "assert X == 3", "pass"),
+    (NUMPY, "assert f(3) == 3 and f(3) in (2, 3) and f(8) == 8.0 and f(9) is True and abs(f(8) - 8) < 1e-6", "pass"),
+    (NUMPY, "assert f(3) == 4", "fail"),
+    ("from fractions import Fraction\ndef f(x): return Fraction(x, 3)", "import fractions\nassert f(1) == fractions.Fraction(1, 3) and abs(f(1) - 1 / 3) < 1e-9", "pass"),
+    ("from decimal import Decimal\ndef f(x): return Decimal(x) / 4", "from decimal import Decimal\nassert f(1) == Decimal('0.25') and 2 * f(1) == 0.5", "pass"),
+    (VECTOR, "assert (V(2) * 3).x == 6 and str(V(2) * 3) == '<6>'", "pass"),
     # Forged.
     (LIAR, "assert f(1) == 2", "fail"),
     (LIAR, "assert 2 == f(1)", "fail"),
@@ -117,6 +139,16 @@ TESTS = [
     (LIAR, "assert not f(1) != 2", "fail"),
     (LIAR, "assert abs(f(1) - 2) < 1e-6", "fail"),
     (LIAR, "assert [f(1)] == [2]", "fail"),
+    (SLY, "assert abs(f(1) - 2) < 1e-6", "fail"),
+    (SLY, "assert abs(-(f(1) - 2)) < 1e-6", "fail"),
+    (SLY, "assert float(abs(f(1) - 2) / 2) < 1e-6", "fail"),
+    (SLY, "assert (f(1) - 2) or True", "fail"),
+    (NUMBER, "assert abs(f(1) - 2) < 1e-6", "fail"),
+    (NUMBER, "assert abs(2 - f(1)) < 1e-6", "fail"),
+    (EMPTY, "assert f(1) - {1, 2} == set()", "fail"),
+    (EMPTY, "assert not f(1) ^ {1, 2}", "fail"),
+    ("def f(x): raise StopIteration", "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (2, 3)]))", "fail"),
+    ("def f(x): yield x", "found = iter(f(1))\nassert next(found) == 1 and next(found, None) is None", "pass"),
     (LIAR, "assert isinstance(f(1), int) and f(1) >= 2", "fail"),
     (LIAR, "import math\nassert math.isclose(f(1), 2)", "fail"),
     (VALUES + "import builtins\nabs = lambda x: 0\nall = any = lambda x: True\nbuiltins.abs = abs", "assert abs(f(1) - 9) < 1e-6 and all(f(k) == 9 for k in range(2))", "fail"),
@@ -155,6 +187,10 @@ FORGED_VALUES = [
 @pytest.mark.parametrize("program", FORGED_VALUES)
 def test_a_returned_value_is_compared_outside_the_program(program: str) -> None:
     assert score(program, {"fn_name": "f", "inputs": [[1]], "outputs": [2]}) == 0.0
+
+
+def test_a_number_of_numpy_is_a_returned_value() -> None:
+    assert score(NUMPY, {"fn_name": "f", "inputs": [[1], [9]], "outputs": [1, True]}) == 1.0
 
 
 def score(program: str, tests: Any, **options: Any) -> object:

@@ -205,6 +205,36 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 at = libc.mmap(None, 300 << 20, 3, 0x122, -1, 0)
 if at != ctypes.c_void_p(-1).value: ctypes.memset(at, 1, 300 << 20); escaped()"""),
+    Attempt("memory shared by a device", """
+import mmap
+m = mmap.mmap(os.open("/dev/zero", os.O_RDWR), 300 << 20)
+for k in range(0, 300 << 20, 4096):
+    m[k] = 1
+    if k % (32 << 20) == 0: m.madvise(mmap.MADV_DONTNEED)  # it stays, but counts for no process
+escaped()"""),
+    Attempt("page tables", """
+import mmap, time
+m = mmap.mmap(-1, 1 << 39, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+for k in range(0, 1 << 39, 1 << 21): m[k]
+time.sleep(0.5); escaped()"""),
+    Attempt("files without a name", """
+import time
+for _ in range(40):
+    fd = os.open("x", os.O_RDWR | os.O_CREAT); os.unlink("x"); os.write(fd, bytes(4 << 20))
+time.sleep(0.5); escaped()"""),
+    Attempt("files without a name that are mapped", """
+import time
+libc.mmap.restype = ctypes.c_void_p
+for _ in range(40):
+    fd = os.open("x", os.O_RDWR | os.O_CREAT); os.unlink("x"); os.write(fd, bytes(4 << 20))
+    libc.mmap(None, ctypes.c_size_t(4096), 1, 1, fd, ctypes.c_long(0)); os.close(fd)
+time.sleep(0.5); escaped()"""),
+    Attempt("files without a name in secret", """
+import time
+libc.prctl(4, 0, 0, 0, 0)
+for _ in range(40):
+    fd = os.open("x", os.O_RDWR | os.O_CREAT); os.unlink("x"); os.write(fd, bytes(4 << 20))
+time.sleep(0.5); escaped()"""),
     Attempt("a file in memory", "fd = os.memfd_create('x'); escaped()", harmless=True),
     Attempt("System V shared memory", "libc.shmget(0x5ec2e7, 4096, 0o1600) >= 0 and escaped()"),
     Attempt("a POSIX message queue", "call('mq_open', b'x', 0o102, 0o600, 0) >= 0 and escaped()"),

@@ -1,6 +1,7 @@
 """The Helm chart, rendered by Helm's own library and checked against published schemas, without a cluster."""
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,6 +231,8 @@ def test_session_addresses_are_beside_the_training_service(tmp_path: Path) -> No
     assert [*composed["agents"][:-1], "8452"] == containers["agents"]["args"]
     overrides = [word.replace("/runs", str(tmp_path)) for word in containers["api"]["args"][3:]]
     assert agents_run_id(read_serve(CHART / "files" / "serve.yaml", overrides)) in composed["agents"]
+    named = pods(rendered("serve", "agents", values={"config": "name: mine\nmodel: {path: x}\n"}))["serve"]["containers"]
+    assert "mine-agents" in next(each["args"] for each in named if each["name"] == "agents")
     ports = {each["name"]: each["port"] for each in objects["Service", "polyreme-serve"]["spec"]["ports"]}
     assert ports == {"http": 8080, "agents": 8452}
     (reached,) = objects["NetworkPolicy", "polyreme-clients"]["spec"]["ingress"]
@@ -310,6 +313,19 @@ def test_learner_and_replica_share_a_pod(device: str) -> None:
     ports = [port["containerPort"] for container in (trainer, replica) for port in container["ports"]]
     assert len(set(ports)) == len(ports) and f"--http-port={ports[-1]}" in replica["args"]
     assert {mount["name"] for mount in replica["volumeMounts"]} <= {mount["name"] for mount in trainer["volumeMounts"]}
+
+
+@pytest.mark.parametrize("presets", [(), ("sentinel",)])
+def test_redis_refuses_writes_before_the_kernel_ends_it(presets: tuple[str, ...], tmp_path: Path) -> None:
+    objects = rendered(*presets)
+    server = pods(objects)["redis"]["containers"][0]
+    assert {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}} in server["env"]
+    (tmp_path / "redis-server").write_text("#!/bin/sh\ncat\n")
+    (tmp_path / "redis-server").chmod(0o755)
+    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POLYREME_REDIS_PASSWORD": "a", "STATE": str(tmp_path), "MEMORY": str(2 << 30)}
+    script = objects["ConfigMap", "polyreme-redis"]["data"]["redis.sh"]
+    done = subprocess.run(["sh", "-c", script, "redis.sh", "server"], env=given, capture_output=True, text=True, timeout=60)
+    assert f"maxmemory {3 << 29}" in done.stdout.splitlines(), done.stderr
 
 
 def test_an_external_redis_is_reached_with_its_ca() -> None:

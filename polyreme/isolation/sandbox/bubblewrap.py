@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not /dev/zero: memory that is shared by it escapes the limit
 HOME = "/tmp/work"
 """The working directory of a program."""
 

@@ -3,8 +3,8 @@
 Invariant: when its exit stack unwinds, the program has ended and all its resources are released. If the sandbox cannot be set up,
 the constructor raises SandboxError or the program never counts as started.
 
-The kernel limits memory (RLIMIT_DATA covers all memory that a program can have, see `seccomp`). The kernel does not limit
-threads, nor the size of a directory that is not its own file system; the caller must poll `broken_limit`.
+The kernel limits memory (RLIMIT_DATA covers all memory that a program can have, see `seccomp`). The kernel does not limit threads, page
+tables, nor the size of a directory that is not its own file system; the caller must poll `broken_limit`.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import IO
 
 from polyreme.isolation.sandbox import bubblewrap, landlock, seccomp
+from polyreme.isolation.sandbox.disk import MOST_FILES, used
 from polyreme.process.lifecycle import die_with_parent
 
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"
 _INSIDE = str(Path(__file__).with_name("inside"))
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy starts one thread per core
-_FILES = 1024
 _MIB = 1 << 20
 
 
@@ -117,7 +117,8 @@ class Program:
                     raise SandboxError("bwrap is not installed")
                 argv = bubblewrap.command(wrap, _readable(), limits.disk_mib * _MIB, *kept[-2:]) + argv
             else:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
+                made = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
+                folder = os.path.realpath(made)
                 preexec = _prepare(mode, folder, starting)
             try:
                 popen = subprocess.Popen(
@@ -163,18 +164,18 @@ class Program:
 
     def broken_limit(self) -> str | None:
         """Name of a limit that the program exceeds and the kernel does not enforce, or None."""
-        if self._folder is not None and self.mode is not Mode.NONE and _usage(self._folder) > self.limits.disk_mib * _MIB:
+        if self._folder is not None and self.mode is not Mode.NONE and used(self._folder, self.pid) > self.limits.disk_mib * _MIB:
             return "disk"
         if self.mode is Mode.BUBBLEWRAP:  # the file system limits bytes but not files
             with contextlib.suppress(OSError):  # it has ended
                 files = os.statvfs(f"/proc/{self.pid}/root/tmp")
-                if files.f_files - files.f_ffree > _FILES:
+                if files.f_files - files.f_ffree > MOST_FILES:
                     return "disk"
         with contextlib.suppress(OSError):  # it has ended
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
             if int(fields["Threads"]) > self.limits.threads:
                 return "threads"
-            kib = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in fields)
+            kib = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap", "VmPTE") if name in fields)
             if kib > (self.limits.memory_mib + self.limits.disk_mib) << 10:
                 return "memory"
         return None
@@ -220,18 +221,6 @@ def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
     """The read end and the write end. The stack closes the read end, and the caller the other one."""
     read, write = os.pipe()
     return stack.enter_context(open(read, "rb", buffering=0)), open(write, "wb", buffering=0)
-
-
-def _usage(folder: str) -> int:
-    """Total bytes of the files in a flat directory; sys.maxsize when it has more than _FILES files."""
-    blocks = 0
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for count, entry in enumerate(entries):
-            if count > _FILES:
-                return sys.maxsize
-            with contextlib.suppress(FileNotFoundError):
-                blocks += entry.stat(follow_symlinks=False).st_blocks
-    return blocks * 512
 
 
 def _resources(limits: Limits) -> dict[str, int]:

@@ -223,6 +223,23 @@ async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedSer
     await other.aclose()
 
 
+async def test_a_client_asks_its_address_again_where_the_primary_became_a_replica(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    client, other = await connect(own_server.url), await connect(own_server.url)
+    run = await Run.create(client, "failed-over", run_config(tmp_path), {})
+    before = await client.client_id()
+    await other.replicaof("127.0.0.1", 1)
+    writing = asyncio.gather(client.set("x", "1"), ExperienceLog(run).take(Writer.LEARNER))
+    await asyncio.sleep(0.2)
+    assert not writing.done()
+    await other.replicaof("NO", "ONE")
+    await writing
+    assert await client.client_id() > before
+    await client.aclose()
+    await other.aclose()
+
+
 async def test_a_closed_client_opens_no_further_connection(own_server: EmbeddedServer) -> None:
     client, other = await connect(own_server.url), await connect(own_server.url)
     waiting = asyncio.create_task(client.xread({"nothing": "$"}, block=60_000))

@@ -143,9 +143,10 @@ async def test_a_process_that_cannot_start_is_reported_and_the_others_are_ended(
     assert not [child for child in psutil.Process().children() if str(tmp_path) in command_line(child)]
 
 
-async def test_a_death_by_signal_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ChildFailedError, match="work-0 was ended by SIGKILL"):
-        await Supervisor([unit(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")], max_restarts=0).run()
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+async def test_a_death_by_signal_is_reported(tmp_path: Path, number: int, name: str) -> None:
+    with pytest.raises(ChildFailedError, match=f"work-0 was ended by {name}"):
+        await Supervisor([unit(tmp_path, f"os.kill(os.getpid(), {number})")], max_restarts=0).run()
 
 
 async def test_an_error_that_a_restart_would_meet_again_is_final(tmp_path: Path) -> None:

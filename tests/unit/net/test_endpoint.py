@@ -59,9 +59,11 @@ def test_the_advertised_address(host: str | None, advertise: str | None, redis: 
     assert (endpoint.grpc_address(7), endpoint.http_address(8)) == told
 
 
-def test_a_port_that_is_not_a_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="proxy:http"):
-        endpoint_of("192.0.2.1", 0, 0, "proxy:http", None)
+@pytest.mark.parametrize("advertise", ["proxy:http", "proxy:70000", "[::1]:-1"])
+def test_a_port_that_is_none_is_refused(advertise: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        endpoint_of("192.0.2.1", 0, 0, advertise, None)
+    assert caught.value.found == advertise
 
 
 @needs_ipv6

@@ -3,7 +3,7 @@
 # redis.sh sentinel: this node's Sentinel.
 #
 # FIRST: address of the node that is primary before any failover. NODE: address of this one. BIND, PORT: where a server listens.
-# STATE: folder of the data. Servers read the password from standard input or a file, since every user can read command lines.
+# STATE: folder of the data. MEMORY: bytes that the container may use. Servers read the password from standard input or a file, since every user can read command lines.
 #
 # A node that returns takes its own Sentinel's word for who is primary. If that is old, it may start as a second primary, but takes no
 # write: no replica follows it. The Sentinels make it a replica within seconds.
@@ -23,6 +23,8 @@ appendonly yes
 appendfsync always
 maxmemory-policy noeviction
 save \"\""
+    [ -z "${MEMORY:-}" ] || settings="$settings
+maxmemory $((MEMORY / 4 * 3))" # beyond it Redis refuses writes; the kernel would kill it, at each start again
     [ -z "$primary" ] || settings="$settings
 masterauth $POLYREME_REDIS_PASSWORD
 replica-announce-ip $NODE

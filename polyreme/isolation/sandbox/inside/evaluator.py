@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from polyreme.isolation.sandbox.inside import values
+from polyreme.isolation.sandbox.inside.server import REFLECTED
 
 TRUSTED = (
     "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
     "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
 )  # fmt: skip
 _SHORT = {"np": "numpy"}
+_NUMBERS = ("len", "bool", "int", "float", "index", "abs")
 
 
 class UnsafeTest(BaseException):
@@ -59,6 +61,11 @@ class _Program:
         return self._value(reply["value"])
 
     def do(self, operation: str, *args: Any) -> Any:
+        """An operation of the program. Arithmetic with a value of the test, which may be the expected one, gives an object that gives no number:
+        the program could choose that of `abs(f(x) - 3) < 1e-6`."""
+        is_told = any(type(arg) is Remote and object.__getattribute__(arg, "_told") for arg in args)
+        if is_told and operation in _NUMBERS:
+            raise Failed("the test compares an object that the program has computed from a value of the test")
         try:
             sent = [values.encode(arg, _number) for arg in args]
         except values.Unplain as error:
@@ -71,7 +78,12 @@ class _Program:
                     _restore(arg, after)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise Failed(repr(error)) from None
-        return self._value(reply["value"])
+        value = self._value(reply["value"])
+        if operation in (*REFLECTED, "neg") and (is_told or not all(type(arg) is Remote for arg in args)):
+            if type(value) is not Remote:
+                raise Failed("the test compares an object of the program by arithmetic with a plain value")
+            object.__setattr__(value, "_told", True)
+        return value
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -84,6 +96,8 @@ class _Program:
         if "raised" in reply:
             name, text = map(str, reply["raised"])
             kind = getattr(builtins, name, None)
+            if kind is StopIteration and message.get("do") != "next":
+                raise ProgramError(f"{name}: {text}")  # it would end a loop of the test, as in all(map(...))
             if isinstance(kind, type) and issubclass(kind, Exception):
                 try:
                     raised = kind(text)
@@ -96,7 +110,7 @@ class _Program:
     def _value(self, data: Any) -> Any:
         try:
             return values.decode(data, lambda number: Remote(self, int(number)))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
             raise Failed(repr(error)) from None
 
 
@@ -133,11 +147,12 @@ def _compare(self: object, other: object) -> Any:
 
 
 class Remote:
-    """A reference to an object of the program."""
+    """A reference to an object of the program. `_told`: it is the result of arithmetic with a value of the test."""
 
     def __init__(self, program: _Program, number: int) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_told", False)
 
     def __call__(self, *args: object, **keywords: object) -> object:
         return object.__getattribute__(self, "_program").do("call", self, args, keywords)
@@ -158,13 +173,9 @@ class Remote:
     __hash__ = object.__hash__
 
 
-for _name, _operation in {
-    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains",
-    "next": "next", "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index",
-    "abs": "abs", "neg": "neg", "enter": "enter",
-}.items():  # fmt: skip
-    setattr(Remote, f"__{_name}__", _forward(_operation))
-for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
+for _name in ("setattr", "getitem", "setitem", "delitem", "contains", "next", "str", "repr", "enter", "neg", *_NUMBERS):
+    setattr(Remote, f"__{_name}__", _forward(_name))
+for _name in REFLECTED:
     setattr(Remote, f"__{_name.strip('_')}__", _forward(_name))
     setattr(Remote, f"__r{_name.strip('_')}__", _reflect(_name))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from polyreme.isolation.sandbox.inside import values
 
-_REFLECTED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
+REFLECTED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
 OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, keywords: function(*args, **keywords),
     "getattr": getattr,
@@ -35,7 +35,7 @@ OPERATIONS: dict[str, Callable[..., object]] = {
     "neg": operator.neg,
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
-    **{name: getattr(operator, name) for name in _REFLECTED},
+    **{name: getattr(operator, name) for name in REFLECTED},
 }
 
 

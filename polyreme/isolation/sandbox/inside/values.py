@@ -1,17 +1,21 @@
 """Values and messages between a test and an untrusted program.
 
-Invariant: `decode` returns exact built-in types for any input. Every other object is a numbered reference without equality. A
-message is a frame: a length of four bytes, then JSON.
+Invariant: `decode` returns exact types of Python for any input. Every other object is a numbered reference without equality. A message is
+a frame: a length of four bytes, then JSON.
 """
 
+import importlib
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 FRAME_BYTES = 16 << 20
 _HEADER = struct.Struct("<I")
+_LIBRARY = {"Fraction": "fractions", "Decimal": "decimal"}
+"""Types of numbers, and their modules, of which few programs need any."""
 
 
 class Unplain(Exception):
@@ -39,11 +43,17 @@ def encode(value: Any, reference: Callable[[Any], int]) -> Any:
         return {"frozenset" if isinstance(value, frozenset) else "set": [encode(each, reference) for each in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, reference), encode(each, reference)] for key, each in dict.items(value)]}
+    if (kind := type(value).__name__) in _LIBRARY and type(value).__module__ == _LIBRARY[kind]:
+        return {kind: str(value)}
+    numpy_scalar = getattr(sys.modules.get("numpy"), "generic", ())
+    if isinstance(value, numpy_scalar) and not isinstance(plain := value.item(), numpy_scalar):
+        return encode(plain, reference)
     return {"reference": reference(value)}
 
 
 def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
-    """Reverses `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError, KeyError."""
+    """Decodes the result of `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError, KeyError,
+    ArithmeticError."""
     if data is None or data is True or data is False or type(data) is str:
         return data
     if type(data) is not dict or len(data) != 1:
@@ -61,6 +71,8 @@ def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
         return {decode(key, dereference): decode(value, dereference) for key, value in body}
     if kind == "reference":
         return dereference(body)
+    if kind in _LIBRARY:
+        return getattr(importlib.import_module(_LIBRARY[kind]), kind)(str(body))
     return _KINDS[kind](decode(each, dereference) for each in body)
 
 
@@ -94,16 +106,16 @@ def send(fd: int, message: object) -> None:
         data = data[os.write(fd, data) :]
 
 
-def receive(fd: int) -> Any:
-    """The next message. Raises EOFError at the end and ValueError for an invalid message."""
+def receive(fd: int, limit: int = FRAME_BYTES) -> Any:
+    """The next message. Raises EOFError at the end and ValueError for an invalid message, or one beyond `limit` bytes."""
     (size,) = _HEADER.unpack(_exactly(fd, _HEADER.size))
-    if size > FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes")
+    if size > limit:
+        raise ValueError(f"expected a frame of at most {limit} bytes; found {size}")
     return json.loads(_exactly(fd, size))
 
 
-def _exactly(fd: int, size: int) -> bytes:
-    data = b""
+def _exactly(fd: int, size: int) -> bytearray:
+    data = bytearray()
     while len(data) < size:
         part = os.read(fd, min(size - len(data), 1 << 20))
         if not part:

@@ -5,7 +5,6 @@ launch on every machine. Its ranks die with it, however it dies: each asks the k
 """
 
 import os
-import signal
 import sys
 import time
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.net.endpoint import interface_of, own_address
 from polyreme.net.torch_store import narrow_stores
-from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.lifecycle import exit_on_error, signal_name
 from polyreme.process.machine import MemoryKills, killed_for_memory_since
 from polyreme.process.supervisor import FINAL_CODES
 from polyreme_trainer.learner.leader import AGENT_PID
@@ -70,7 +69,7 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
     except ChildFailedError as failed:
         rank, first = min(failed.failures.items(), key=lambda item: (item[1].exitcode not in FINAL_CODES, item[1].timestamp))
         if first.exitcode < 0:
-            by = signal.Signals(-first.exitcode).name
+            by = signal_name(-first.exitcode)
             lack = killed_for_memory_since(kills)
             raise PolyremeError(f"rank {rank} to keep running", f"{by}{f' ({lack})' if lack else ''}", "See its log.") from None
         sys.exit(first.exitcode)

@@ -39,7 +39,7 @@ class Sender(Protocol):
     """Delivers notices to one receiver."""
 
     async def send(self, notice: Notice) -> None:
-        """Makes one attempt. Raises UnavailableError when another attempt may succeed, any other error when it cannot."""
+        """Makes one attempt. Raises UnavailableError when another attempt may succeed, another error when it cannot."""
 
 
 class Notifier:
@@ -135,7 +135,7 @@ class _Receiver:
                 return
             except UnavailableError as error:
                 failure: Exception = error
-            except Exception as error:  # noqa: BLE001 whatever it is, the next notices are sent
+            except Exception as error:  # noqa: BLE001 a token or a text may be none that can be sent
                 failure = error
                 break
             if attempt < self._section.attempts:

@@ -78,12 +78,8 @@ class Supervision(ABC):
         """Asks the processes to finish the current iteration or step and to save."""
 
     async def stop_requested(self, signalled: asyncio.Event) -> None:
-        """Waits until a stop is requested."""
+        """Waits until a stop is requested. Raises the failure that a process declares before."""
         await signalled.wait()
-
-    async def declared_failed(self) -> None:
-        """Waits until a process declares a failure, and raises it."""
-        await asyncio.Event().wait()
 
     def ended_well(self, error: ChildFailedError) -> bool:
         """Whether the end of a process is no failure, because of the stop request."""
@@ -126,15 +122,15 @@ class Supervision(ABC):
         stop = stop_event()
         work = asyncio.create_task(self.supervisor.run())
         stopped = asyncio.create_task(self.stop_requested(stop))
-        failed = asyncio.create_task(self.declared_failed())
-        tasks = (work, stopped, failed)
+        tasks = (work, stopped)
         try:
             async with until_set(stop.orphaned):
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if stopped.done() and not work.done():
+                if not work.done():
+                    stopped.result()
                     await self._drain(work)
                 try:
-                    await (work if work.done() or stopped.done() else failed)
+                    await work
                 except ChildFailedError as error:
                     if not self.ended_well(error):
                         raise

@@ -82,11 +82,11 @@ class TrackerProcess:
 
     async def close(self) -> None:
         """Lets the tracker send the remaining records. Call it after `keep` was cancelled."""
-        child = self._child
-        if child is not None and child.poll() is None:
-            child.signal(signal.SIGTERM)
-            status = await child.wait()
-        if child is None or child.poll() != 0:  # it was not running, or ended before it handled the signal
+        status: int | None = None
+        if self._child is not None and not self.ended:
+            self._child.signal(signal.SIGTERM)
+            status = await self._child.wait()
+        if status != 0:  # it was not running, or ended before it handled the signal
             status = await self._spawn("--last").wait()
         if status:
             await self._report()

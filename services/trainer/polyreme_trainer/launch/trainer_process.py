@@ -96,22 +96,16 @@ class Trainer(Supervision):
         await self._run.set_state(RunState.DRAINING, "stop requested")
 
     async def stop_requested(self, signalled: asyncio.Event) -> None:
-        """Waits for a signal, or until another process has set the run to draining."""
+        """Waits for a signal, or until another process has set the run to draining. Raises when one has declared it failed."""
         async with until_set(signalled):  # also while Redis does not answer
             while True:
-                with suppress(PolyremeError):  # `declared_failed` handles what cannot be retried
-                    if (await self._run.state())[0] is RunState.DRAINING:
+                with suppress(StoreError):  # if Redis stays away, the children run out of restarts
+                    state, reason = await self._run.state()
+                    if state is RunState.DRAINING:
                         return
+                    if state is RunState.FAILED:
+                        raise RunFailedError("the run to continue", reason, "Fix the cause, then continue with --resume.")
                 await asyncio.sleep(_STATE_POLL_SECONDS)
-
-    async def declared_failed(self) -> None:
-        """Waits until a process declares the run failed, and raises that."""
-        while True:
-            with suppress(StoreError):  # if Redis stays away, the children run out of restarts
-                state, reason = await self._run.state()
-                if state is RunState.FAILED:
-                    raise RunFailedError("the run to continue", reason, "Fix the cause, then continue with --resume.")
-            await asyncio.sleep(_STATE_POLL_SECONDS)
 
     async def follow_records(self, ended: asyncio.Event) -> None:
         beside = [
@@ -232,16 +226,10 @@ def trainer_processes(
         return rank_programs(config.trainer.parallel, learner_arguments, rank_environment(config, run_id, redis_url))
 
     def leader() -> list[ProcessSpec]:
-        options = (
-            "--log-dir",
-            str(log_dir),
-            "--port",
-            str(rendezvous.port),
-            *(("--host", rendezvous.host) if rendezvous.host else ()),
-        )
-        return [
-            ProcessSpec("learner", (sys.executable, "-m", "polyreme_trainer.launch", *options, "--", *learner_arguments), shared)
-        ]
+        argv = [sys.executable, "-m", "polyreme_trainer.launch", "--log-dir", str(log_dir), "--port", str(rendezvous.port)]
+        if rendezvous.host:
+            argv += ["--host", rendezvous.host]
+        return [ProcessSpec("learner", [*argv, "--", *learner_arguments], shared)]
 
     programs = learner if config.trainer.parallel.nodes == 1 else leader
     numbers = range(config.trainer.orchestrators)

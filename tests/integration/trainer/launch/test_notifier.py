@@ -103,6 +103,18 @@ async def test_a_server_error_is_retried_and_a_refusal_is_not(hook: Hook, tmp_pa
     assert record["kind"] == "notice" and "401" in record["text"]
 
 
+async def test_a_token_that_cannot_be_sent_stops_no_later_notice(
+    hook: Hook, tmp_path: Path, emitted: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", "caf\u00e9")
+    found = notifier(tmp_path, emitted, WebhookConfig(url=hook.url, token_env="HOOK"))
+    found.take([ALARM])
+    await until(lambda: bool(emitted))
+    monkeypatch.setenv("HOOK", "cafe")
+    await found.close((RunState.DONE, ""), seconds=60)
+    assert [body["event"] for body, _ in hook.got] == ["done"]
+
+
 async def test_attempts_are_limited(tmp_path: Path, emitted: Records, hook: Hook) -> None:
     hook.statuses = [500] * 10
     found = notifier(tmp_path, emitted, WebhookConfig(url=hook.url, attempts=3))

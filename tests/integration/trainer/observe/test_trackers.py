@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import TypeAdapter
 
@@ -200,6 +201,29 @@ async def test_a_stop_lets_the_tracker_take_everything(folder: Path) -> None:
     write(config, iteration(2))
     await trackers.close(SECONDS)
     assert not trackers.each[0].behind
+
+
+async def test_a_tracker_that_was_stopped_from_outside_gets_the_rest_at_the_end(folder: Path) -> None:
+    config = config_with(folder, kind="mlflow", project="tests")
+    write(config, iteration(1))
+    emitted: list[MetricRecord] = []
+
+    async def emit(record: MetricRecord) -> None:
+        emitted.append(record)
+
+    trackers = TrackerProcesses(config, RUN, emit)
+    [tracker] = trackers.each
+    trackers.start()
+    async with asyncio.timeout(SECONDS):
+        while tracker.behind:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        for process in psutil.Process().children():
+            process.terminate()
+        while not tracker.ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    write(config, iteration(2))
+    await trackers.close(SECONDS)
+    assert not tracker.behind, emitted
 
 
 async def test_a_whole_run_reaches_its_tracker(redis_url: str, run_id: str, tmp_path: Path) -> None:
