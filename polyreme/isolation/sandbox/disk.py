@@ -12,10 +12,11 @@ MOST_FILES = 1024
 
 
 def used(folder: str, pid: int) -> int:
-    """Bytes of the files of a program in its flat directory, given as the kernel names it; sys.maxsize when it has too many, or hides some."""
+    """Bytes of the files of a program in its flat directory, given as the kernel names it; sys.maxsize when it has too many, or
+    hides some."""
     try:
         before, unlinked = _mapped(folder, pid), _unlinked(folder, pid)
-        # Python keeps what it maps open. At both looks: one may have been closed between. (Overlay file systems give them other inodes.)
+        # Python keeps what it maps open. At both looks: one may have been closed between. (Overlays give them other inodes.)
         if len(before & _mapped(folder, pid)) > len(unlinked):
             return sys.maxsize
     except PermissionError:

@@ -3,8 +3,8 @@
 Invariant: when its exit stack unwinds, the program has ended and all its resources are released. If the sandbox cannot be set up,
 the constructor raises SandboxError or the program never counts as started.
 
-The kernel limits memory (RLIMIT_DATA covers all memory that a program can have, see `seccomp`). The kernel does not limit threads, page
-tables, nor the size of a directory that is not its own file system; the caller must poll `broken_limit`.
+The kernel limits memory (RLIMIT_DATA covers all memory that a program can have, see `seccomp`). The kernel does not limit
+threads, page tables, nor the size of a directory that is not its own file system; the caller must poll `broken_limit`.
 """
 
 import contextlib

@@ -61,8 +61,8 @@ class _Program:
         return self._value(reply["value"])
 
     def do(self, operation: str, *args: Any) -> Any:
-        """An operation of the program. Arithmetic with a value of the test, which may be the expected one, gives an object that gives no number:
-        the program could choose that of `abs(f(x) - 3) < 1e-6`."""
+        """An operation of the program. Arithmetic with a value of the test, which may be the expected one, gives an object that
+        gives no number: the program could choose that of `abs(f(x) - 3) < 1e-6`."""
         is_told = any(type(arg) is Remote and object.__getattribute__(arg, "_told") for arg in args)
         if is_told and operation in _NUMBERS:
             raise Failed("the test compares an object that the program has computed from a value of the test")

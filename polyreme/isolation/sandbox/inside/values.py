@@ -1,7 +1,7 @@
 """Values and messages between a test and an untrusted program.
 
-Invariant: `decode` returns exact types of Python for any input. Every other object is a numbered reference without equality. A message is
-a frame: a length of four bytes, then JSON.
+Invariant: `decode` returns exact types of Python for any input. Every other object is a numbered reference without equality. A
+message is a frame: a length of four bytes, then JSON.
 """
 
 import importlib
@@ -52,8 +52,8 @@ def encode(value: Any, reference: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
-    """Decodes the result of `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError, KeyError,
-    ArithmeticError."""
+    """Decodes the result of `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError,
+    KeyError, ArithmeticError."""
     if data is None or data is True or data is False or type(data) is str:
         return data
     if type(data) is not dict or len(data) != 1:
