@@ -189,8 +189,7 @@ class ReplicaPool:
                     await self._suspend(target, reason, now)
 
     def set_asleep(self, asleep: bool) -> None:
-        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no
-        claim is granted."""
+        """Records whether colocated replicas have left their devices: then running calls wait, and no claim is granted."""
         if asleep == self._asleep:
             return
         self._asleep = asleep
