@@ -4,6 +4,31 @@ Kinds = list[tuple[str, list[tuple[str, str]], list[tuple[str, str]]]]
 
 NUMBERS: Kinds = [
     (
+        "an answer is announced in other languages, and may be denied",
+        [
+            ("答案是42\uff0c共有3种方法\u3002", "42"),
+            ("所以答案是42\u3002一共用了3步\u3002", "42"),
+            ("最终答案为 42 \u3002检验\uff1a6*7=42\uff0c见第1页", "42"),
+            ("答\uff1a小明有42个苹果\uff0c花了3元\u3002", "42"),
+            ("答案不是41\uff0c而是42\u3002用了3步\u3002", "42"),
+            ("Die Antwort lautet 42. Das sind 2 Ziffern.", "42"),
+            ("Die Antwort ist 42, weil 6 mal 7 zwei Faktoren hat: 3 Schritte", "42"),
+            ("La réponse est 42. On a utilisé 3 étapes.", "42"),
+            ("La respuesta es 42. Se usaron 3 pasos.", "42"),
+            ("\u041e\u0442\u0432\u0435\u0442: 42\n\u041f\u0440\u043e\u0432\u0435\u0440\u043a\u0430: \u0448\u0430\u0433 3", "42"),
+            ("답은 42입니다. 3단계", "42"),
+            ("答えは42です\u30023通りで確認した", "42"),
+            ("The answer is 42 out of 100", "42"),
+        ],
+        [
+            ("答案不是42", "42"),
+            ("答案是41\uff0c不是42", "42"),
+            ("The answer isn't 42.", "42"),
+            ("It isn\u2019t 42", "42"),
+            ("Die Antwort ist nicht 42.", "42"),
+        ],
+    ),
+    (
         "a decimal comma, or thousands with points",
         [
             ("The total is 1.234,56", "1234.56"),

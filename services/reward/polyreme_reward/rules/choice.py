@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules.response import MENTIONS, answer_text, corrected, last_box, required_label
+from polyreme_reward.rules.response import ANSWER, MENTIONS, answer_text, corrected, last_box, required_label
 from polyreme_reward.rules.spelling import unified
 
 # A letter stands alone beside characters of other scripts, which write no space: \u9009B, B\u9009\u9879.
@@ -15,19 +15,7 @@ _LATIN = r"A-Za-z0-9_\u00aa\u00ba\u00c0-\u024f\u0370-\u03ff\u0400-\u052f"
 _APART = rf"(?<![{_LATIN}])"
 _ENDS = rf"(?![{_LATIN}])"
 _WORD = re.compile(r"[^\W_]+")
-# Words that announce the choice. Both cases are written out, since a case-insensitive search has no fast path.
-_ANSWER = (
-    r"[Aa]nswer|ANSWER|[Aa]ntwort|ANTWORT|[Ll]\u00f6sung|[Rr][\u00e9e]ponse|R\u00c9PONSE|[Rr]espuesta|RESPUESTA|[Rr]esposta"
-    r"|[Rr]isposta|[Aa]ntwoord|[Oo]dpowied[\u017az]|[\u041e\u043e]\u0442\u0432\u0435\u0442"
-    r"|[\u0412\u0432]\u0456\u0434\u043f\u043e\u0432\u0456\u0434\u044c|\u7b54\u6848|\u56de\u7b54|\u89e3\u7b54|\u6b63\u89e3"
-    r"|\u7b54\u3048|\u7b54\u3010|\u7b54(?=\s*[:\u662f\u70ba\u4e3a])|\uc815\ub2f5|\ub2f5\ubcc0|\ub2f5(?=\s*[:\uc740])"
-    r"|\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|\u0909\u0924\u094d\u0924\u0930"
-    r"|\u091c\u0935\u093e\u092c|[Cc]evap|[Ss]varet|[Rr][\u0103a]spunsul|[Oo]dpov\u011b\u010f|[Oo]dpove\u010f|[Vv]astaus"
-    r"|[Vv]\u00e1lasz|[Oo]dgovor|\u0391\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7"
-    r"|\u03b1\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u0e04\u0e33\u0e15\u0e2d\u0e1a|\u05ea\u05e9\u05d5\u05d1\u05d4"
-    r"|\u067e\u0627\u0633\u062e|\u062c\u0648\u0627\u0628|\u0989\u09a4\u09cd\u09a4\u09b0|\u0baa\u0ba4\u0bbf\u0bb2\u0bcd"
-    r"|\b[Aa]ns(?=[.:]|\s+is\b)|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
-)
+# Words that announce the choice, as `ANSWER`.
 _PICK = (
     r"(?:[Oo]ption|[Cc]hoice)\s+is\b|\b[Cc]orrect(?:\s+(?:option|choice|letter))?(?=\W{0,3}:|\s+is\b)|[Cc]hoose\b"
     r"|[Gg]o(?:ing)?\s+with\b|(?:[Mm]y|[Ff]inal)\s+choice\s*:|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7"
@@ -36,7 +24,7 @@ _PICK = (
     r"|[\u041f\u043f]\u0440\u0430\u0432\u0438\u043b\u044c\u043d\w+\s+\u0432\u0430\u0440\u0438\u0430\u043d\u0442"
     r"|[Bb]onne\s+option\s+est\b|[Ll]a\s+(?:opci\u00f3n|correcta)\s+(?:correcta\s+)?es\b|[Oo]pci\u00f3n\s+correcta\b"
 )
-_CUE = re.compile(rf"(?:{_ANSWER}|{_PICK})")
+_CUE = re.compile(rf"(?:{ANSWER}|{_PICK})")
 _ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice|[Oo]pci\u00f3n|\u9009\u9879|\u9078\u9805)(?=\W*\w\W*\Z)")
 _CAPITAL = re.compile(rf"{_APART}[A-Z]{_ENDS}")
 _SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)|(?<=:)[a-z](?=\W*$)")

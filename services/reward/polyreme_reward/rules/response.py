@@ -21,9 +21,24 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?[\s$]*(?:[,;]|(?:,\s*)?(?:and|or)\b)[\s$]*(?:\\[(\[])?[\s$]*")
 # Both cases are written out, since a case-insensitive search has no fast path.
+ANSWER = (
+    r"[Aa]nswer|ANSWER|[Aa]ntwort|ANTWORT|[Ll]\u00f6sung|[Rr][\u00e9e]ponse|R\u00c9PONSE|[Rr]espuesta|RESPUESTA|[Rr]esposta"
+    r"|[Rr]isposta|[Aa]ntwoord|[Oo]dpowied[\u017az]|[\u041e\u043e]\u0442\u0432\u0435\u0442"
+    r"|[\u0412\u0432]\u0456\u0434\u043f\u043e\u0432\u0456\u0434\u044c|\u7b54\u6848|\u56de\u7b54|\u89e3\u7b54|\u6b63\u89e3"
+    r"|\u7b54\u3048|\u7b54\u3010|\u7b54(?=\s*[:\uff1a\u662f\u70ba\u4e3a])|\uc815\ub2f5|\ub2f5\ubcc0|\ub2f5(?=\s*[:\uff1a\uc740])"
+    r"|\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|\u0909\u0924\u094d\u0924\u0930"
+    r"|\u091c\u0935\u093e\u092c|[Cc]evap|[Ss]varet|[Rr][\u0103a]spunsul|[Oo]dpov\u011b\u010f|[Oo]dpove\u010f|[Vv]astaus"
+    r"|[Vv]\u00e1lasz|[Oo]dgovor|\u0391\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7"
+    r"|\u03b1\u03c0\u03ac\u03bd\u03c4\u03b7\u03c3\u03b7|\u0e04\u0e33\u0e15\u0e2d\u0e1a|\u05ea\u05e9\u05d5\u05d1\u05d4"
+    r"|\u067e\u0627\u0633\u062e|\u062c\u0648\u0627\u0628|\u0989\u09a4\u09cd\u09a4\u09b0|\u0baa\u0ba4\u0bbf\u0bb2\u0bcd"
+    r"|\b[Aa]ns(?=[.:]|\s+is\b)|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
+)
+"""A pattern of the words that announce an answer."""
 _CUE = re.compile(
-    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*"
-    r"(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
+    rf"(?:(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{{0,80}}?)?|{ANSWER})[\s*_]*"
+    r"(?:\b(?:is|are|IS|equals|(?:would|should|must) be|ist|lautet|est|es|\u00e9|\u00e8|jest)\b|is(?=n['\u2019]t\b)|[:=\uff1a]"
+    r"|[\u5e94\u61c9]?[\u8be5\u5f53\u7576]?(?:[\u662f\u4e3a\u70ba]|\u7b49\u4e8e)|[\u306f\uc740\ub294]|(?=\u4e0d\u662f|\u5e76\u975e))"
+    r"[\s*_:\uff1a]*"
 )
 _CORRECTION = re.compile(
     r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b"
@@ -33,13 +48,21 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
-_SENTENCE_END = re.compile(r"\n|\.\.\.|(?<!\\)[.!?](?=[\s*_]|$)")
+_SENTENCE_END = re.compile(r"\n|\.\.\.|(?<!\\)[.!?](?=[\s*_]|$)|[\u3002\uff01\uff1f]|\uff0e(?!\d)")
 _SENTENCE = 1000
 _FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _LINE_END = re.compile(r"\n")
-_REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after)\b")
-_DENIED_BEFORE = re.compile(r"\s*not\b.*?(?:\bbut\b|,)\s*(?:rather\b|it is\b|it's\b)?\s*")
-_DENIED_BEHIND = re.compile(r",?\s*\b(?:and\s+)?(?<!does )(?<!do )(?<!is )(?<!are )(?:not|instead of|rather than)\b.*")
+_REASON = re.compile(
+    r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after|out of|weil|denn|car|parce|porque)\b"
+    r"|[,\uff0c](?=\s*[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?!\s*(?:\u800c|\u4e0d\u662f|\u5e76\u975e))"  # a clause
+)
+_DENIED_BEFORE = re.compile(
+    r"\s*(?:not|n['\u2019]t)\b.*?(?:\bbut\b|,)\s*(?:rather\b|it is\b|it's\b)?\s*|\s*(?:\u4e0d\u662f|\u5e76\u975e).*?\u800c\u662f"
+)
+_DENIED_BEHIND = re.compile(
+    r",?\s*\b(?:and\s+)?(?<!does )(?<!do )(?<!is )(?<!are )(?:not|n['\u2019]t|instead of|rather than)\b.*"
+    r"|[,\uff0c]?\s*(?:\u800c?\u4e0d\u662f|\u5e76\u975e|\u800c\u975e).*"
+)
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 
 
