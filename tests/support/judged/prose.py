@@ -4,6 +4,20 @@ Kinds = list[tuple[str, list[tuple[str, str]], list[tuple[str, str]]]]
 
 NUMBERS: Kinds = [
     (
+        "what is said behind an answer is not the answer",
+        [
+            ("Answer: 42 (3 steps)", "42"),
+            ("The answer is 42 minutes (0.7 hours)", "42"),
+            ("Therefore, the area is 42 cm\u00b2 (about 6.5 in\u00b2).", "42"),
+            ("The volume is 42 m\u00b3.", "42"),
+            ("The answer is 42 and it took 3 steps", "42"),
+            ("### Final Answer\n\n**42**\n\nTell me if you need 1 more example!", "42"),
+            ("**Answer**\n42 apples\nThis took 3 steps.", "42"),
+            ("## Answer\nWe have 3 apples.\nThe total is 42.", "42"),
+        ],
+        [("The answer is 42 apples and 3 pears", "42"), ("## Answer\nFirst we take 42 apples.\nThe total is 3.", "42")],
+    ),
+    (
         "an answer is announced in other languages, and may be denied",
         [
             ("答案是42\uff0c共有3种方法\u3002", "42"),

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import quantity
 from polyreme_reward.rules.quantity import Quantity
-from polyreme_reward.rules.response import answer_text, between, marked, required_label
+from polyreme_reward.rules.response import ASIDE, answer_text, between, marked, required_label
 from polyreme_reward.rules.spelling import plain, readable
 
-_ASIDE = re.compile(r"(?<=\d)\s+\([^()\n\\\\]*[a-z]{3}[^()\n\\\\]*\)\s*\Z")  # 42 (see step 5)
 _QUOTED = re.compile(
     r"\s*(?:\[\s*)?(?:\"([^\",\[\]]*)\"|'([^',\[\]]*)'|(?<=\[)([^\",\[\]]*))\s*(?:\])?\s*"
 )  # a text or a list of one in JSON
@@ -82,4 +81,4 @@ def _gold(label: str) -> Quantity:
 def _number(text: str) -> Quantity | None:
     text = text if (named := marked(text)) is None else named
     whole = quantity.read(plain(text)) if len(text) < _ONE_LINE else None  # x = 3 1/2 cups
-    return whole or quantity.last_in(text[:-_ONE_LINE] + _ASIDE.sub("", text[-_ONE_LINE:]))[0]
+    return whole or quantity.last_in(text[:-_ONE_LINE] + ASIDE.sub("", text[-_ONE_LINE:]))[0]

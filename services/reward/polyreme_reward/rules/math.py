@@ -16,7 +16,7 @@ from polyreme_reward.rules import quantity, sides
 from polyreme_reward.rules.budget import OverBudget, limited
 from polyreme_reward.rules.notation import GLUED
 from polyreme_reward.rules.quantity import Quantity
-from polyreme_reward.rules.response import answer_text, marked, required_label, without_denied
+from polyreme_reward.rules.response import ASIDE, answer_text, marked, required_label, without_denied
 from polyreme_reward.rules.spelling import plain, undelimited, unified, upright
 from polyreme_reward.rules.units import Unit, simple, unit
 
@@ -137,7 +137,7 @@ def _last(text: str) -> _Read | None:
     """The last formula or number in prose."""
     formulas = list(_FORMULA.finditer(text))
     if not formulas:
-        return quantity.last_in(text)[0]
+        return quantity.last_in(text[:-_ONE_LINE] + ASIDE.sub("", text[-_ONE_LINE:]))[0]
     number, place = quantity.last_in(text[formulas[-1].end() :])
     return number if place >= 0 else _read(formulas[-1][0])
 

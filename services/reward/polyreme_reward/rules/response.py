@@ -48,12 +48,17 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
+_HEADED = re.compile(  # a heading, and a line with nothing but a value
+    rf"(?:(?<=\n)|\A)[#*_ ]{{1,10}}(?:(?:[Tt]he|[Ff]inal|FINAL) ){{0,2}}(?:{ANSWER})[*_: ]*\n"
+    rf"[\s*_]*({_CORRECTED.pattern})(?:\n|\Z)"
+)
 _SENTENCE_END = re.compile(r"\n|\.\.\.|(?<!\\)[.!?](?=[\s*_]|$)|[\u3002\uff01\uff1f]|\uff0e(?!\d)")
 _SENTENCE = 1000
 _FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _LINE_END = re.compile(r"\n")
 _REASON = re.compile(
-    r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after|out of|weil|denn|car|parce|porque)\b"
+    r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after|out of|and (?:it|this|that))\b"
+    r"|,?\s+(?:weil|denn|car|parce|porque)\b"
     r"|[,\uff0c](?=\s*[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?!\s*(?:\u800c|\u4e0d\u662f|\u5e76\u975e))"  # a clause
 )
 _DENIED_BEFORE = re.compile(
@@ -63,6 +68,8 @@ _DENIED_BEHIND = re.compile(
     r",?\s*\b(?:and\s+)?(?<!does )(?<!do )(?<!is )(?<!are )(?:not|n['\u2019]t|instead of|rather than)\b.*"
     r"|[,\uff0c]?\s*(?:\u800c?\u4e0d\u662f|\u5e76\u975e|\u800c\u975e).*"
 )
+ASIDE = re.compile(r"(?<=[\w%\u00b0\u00b2\u00b3])\s+\((?!\s*mod\b)[^()\n\\]*[a-z]{3}[^()\n\\]*\)[\s.]*\Z")
+"""What a text adds in brackets at its end: 42 (see step 5), 42 minutes (0.7 hours)."""
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 
 
@@ -185,10 +192,11 @@ def _named(text: str, words: bool) -> tuple[str, int] | None:
         end = _until(text, formula.end() if formula else cue.end(), _SENTENCE_END)
         sentence = text[cue.end() : end]
         reason = _REASON.search(sentence)
-        sentence = without_denied(sentence[: reason.start()] if reason else sentence).strip(" *_")
+        sentence = ASIDE.sub("", without_denied(sentence[: reason.start()] if reason else sentence).strip(" *_"))
         if sentence and (words or _MATHEMATICAL.search(sentence)):
             return sentence, cue.end() + (reason.start() if reason else end - cue.end())
-    return None
+    headed = list(_HEADED.finditer(text))[-1:]
+    return (headed[0][1].strip(" *_"), headed[0].end(1)) if headed else None
 
 
 def _until(text: str, start: int, end: re.Pattern[str]) -> int:
