@@ -10,6 +10,7 @@ NUMBERS: Kinds = [
             ("The answer is 42 minutes (0.7 hours)", "42"),
             ("Therefore, the area is 42 cm\u00b2 (about 6.5 in\u00b2).", "42"),
             ("The volume is 42 m\u00b3.", "42"),
+            ("The answer is 42. It has no 7 in it.", "42"),
             ("The answer is 42 and it took 3 steps", "42"),
             ("### Final Answer\n\n**42**\n\nTell me if you need 1 more example!", "42"),
             ("**Answer**\n42 apples\nThis took 3 steps.", "42"),
@@ -120,6 +121,7 @@ CHOICES: Kinds = [
             ("It can't be A. It's (B).", "B"),
             ("The answer is not A but B", "B"),
             ("A... no, B", "B"),
+            ("Answer: B\n\nExplanation: A is wrong because it has no C.", "B"),
             ("A. Wait, actually B", "B"),
         ],
         [

@@ -41,7 +41,8 @@ _CUE = re.compile(
     r"[\s*_:\uff1a]*"
 )
 _CORRECTION = re.compile(
-    r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b"
+    r"\b(?:no(?=\s*[,.:;!\u2026\u2014-]|\s+(?:wait|actually|sorry|it)\b)|wait|actually|correction|sorry|oops"  # it has no 7
+    r"|i mean|i meant|make that|hold on)\b"
     r"(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
     r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value"
     r"|it|that|is|it's|that's|should|must|would|be)\b[\s,:]*)*",
