@@ -25,6 +25,7 @@ from polyreme_trainer.launch.tracker_processes import TrackerProcesses
 from polyreme_trainer.observe.trackers.follow import read_cursor
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, open_tracker
 from support.configs import run_config
+from support.processes import command_line
 from support.simulated import ROWS, config_tree
 from support.simulated_run import simulated_run
 
@@ -217,8 +218,8 @@ async def test_a_tracker_that_was_stopped_from_outside_gets_the_rest_at_the_end(
     async with asyncio.timeout(SECONDS):
         while tracker.behind:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        for process in psutil.Process().children():
-            process.terminate()
+        [process] = [child for child in psutil.Process().children() if str(config.run_dir) in command_line(child)]
+        process.terminate()
         while not tracker.ended:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     write(config, iteration(2))
