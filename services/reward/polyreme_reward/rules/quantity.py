@@ -81,9 +81,7 @@ _IN_PROSE = re.compile(
 _OHM = re.compile(r"\s*([kM]?)\\Omega(?![a-zA-Z])\s*")
 _SYMBOLS = frozenset("NJWVAKCF")
 """Symbols of units that are variables more often."""
-_DENIED = re.compile(
-    r"(?:(?:\bnot|\w+n['\u2019]t|\binstead of|\brather than|\bnicht|\bpas|\bno es)\s+|[\u4e0d\u975e]\u662f?\s*)(?:\\?\$)?$"
-)
+_DENIED = re.compile(r"(?:\b(?:not|\w+n['\u2019]t|instead of|rather than|nicht|pas)\s+|[\u4e0d\u975e]\u662f?\s*)(?:\\?\$)?$")
 _NO_UNITS = words(
     "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta"
     " gamma delta theta lambda sigma omega phi psi"
