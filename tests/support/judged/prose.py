@@ -41,6 +41,10 @@ NUMBERS: Kinds = [
             ("The answer isn't 42.", "42"),
             ("It isn\u2019t 42", "42"),
             ("Die Antwort ist nicht 42.", "42"),
+            ("Die Antwort ist 41 oder 42", "42"),
+            ("答案是41或42", "42"),
+            ("答案是41\uff0c或者42", "41"),
+            ("答案是41\uff0c或者42", "42"),
         ],
     ),
     (

@@ -60,7 +60,7 @@ _LINE_END = re.compile(r"\n")
 _REASON = re.compile(
     r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after|out of|and (?:it|this|that))\b"
     r"|,?\s+(?:weil|denn|car|parce|porque)\b"
-    r"|[,\uff0c](?=\s*[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?!\s*(?:\u800c|\u4e0d\u662f|\u5e76\u975e))"  # a clause
+    r"|[,\uff0c](?=\s*[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?!\s*(?:[\u800c\u6216\u548c\u4e0e\u53ca\u4ee5]|\u4e0d\u662f|\u5e76\u975e))"
 )
 _DENIED_BEFORE = re.compile(
     r"\s*(?:not|n['\u2019]t)\b.*?(?:\bbut\b|,)\s*(?:rather\b|it is\b|it's\b)?\s*|\s*(?:\u4e0d\u662f|\u5e76\u975e).*?\u800c\u662f"
@@ -69,7 +69,7 @@ _DENIED_BEHIND = re.compile(
     r",?\s*\b(?:and\s+)?(?<!does )(?<!do )(?<!is )(?<!are )(?:not|n['\u2019]t|instead of|rather than)\b.*"
     r"|[,\uff0c]?\s*(?:\u800c?\u4e0d\u662f|\u5e76\u975e|\u800c\u975e).*"
 )
-ASIDE = re.compile(r"(?<=[\w%\u00b0\u00b2\u00b3])\s+\((?!\s*mod\b)[^()\n\\]*[a-z]{3}[^()\n\\]*\)[\s.]*\Z")
+ASIDE = re.compile(r"(?<=[\w%\u00b0\u00b2\u00b3])\s+\((?!\s*(?:mod|or|and)\b)[^()\n\\]*[a-z]{3}[^()\n\\]*\)[\s.]*\Z")
 """What a text adds in brackets at its end: 42 (see step 5), 42 minutes (0.7 hours)."""
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 

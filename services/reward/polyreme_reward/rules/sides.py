@@ -39,7 +39,7 @@ _ARGUMENT = re.compile(
     r"|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
 )
 _BOUND = re.compile(
-    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?\s*\b(?:or|and/or)\b"
+    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?[\s,\uff0c]*(?:\b(?:or|and/or|oder|ou|o)\b|\u6216\u8005?)"
     rf"|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
 )
 _TAG = re.compile(r"(?:<[/a-zA-Z|!][^<>\n]*|(?:^|\n)[ \t]*(?:>[ \t]*)*)>\s*[$({]?\s*$")  # <answer>5, or a quotation in Markdown
