@@ -1,7 +1,6 @@
 """The client of /v1 against a streaming server, and the targets of `polyreme chat`."""
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +19,7 @@ from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.rundir.run_directory import owned
 from support.configs import run_config
+from support.one_reply import one_reply
 from support.recorded_run import record_run
 from support.stages import prepared, stage_config, write_data, write_model
 
@@ -246,19 +246,8 @@ def test_the_system_message_of_whole_conversations_is_used(tmp_path: Path) -> No
     ],
 )
 def test_a_server_that_is_no_v1_is_an_error(reply: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(reply)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(PolyremeError):
-            V1Client(f"http://127.0.0.1:{server.getsockname()[1]}").model()
-        thread.join()
+    with one_reply(reply) as address, pytest.raises(PolyremeError):
+        V1Client(f"http://{address}").model()
 
 
 def test_an_answer_without_its_end_is_an_error(echo: EchoServer) -> None:
