@@ -3,6 +3,7 @@
 Invariant: a connection ends when a request does not arrive completely in time, when its head or its raw body is too large, or
 when the client takes no more of an answer. When all of `connections` are open, a new one replaces the oldest one that has no
 complete request, so clients that send nothing do not keep others out, and the process keeps file descriptors for its own work.
+A connection that is made while the server ends is ended at once.
 """
 
 import asyncio
@@ -44,29 +45,37 @@ class ConnectionLimits:
     connections: int | None = None
 
 
-def bounded_protocol(limits: ConnectionLimits, parser: Any = AutoHTTPProtocol) -> type[asyncio.Protocol]:
-    """uvicorn's protocol `parser` (by default that of the installed parser) with `limits`."""
+def bounded_protocol(limits: ConnectionLimits, parser: Any = AutoHTTPProtocol) -> "type[BoundedProtocol]":
+    """uvicorn's protocol `parser` (by default that of the installed parser) with `limits`, for one server."""
     most = limits.connections or affordable_connections()
-    return cast("type[asyncio.Protocol]", type("Bounded", (_Bounds, parser), {"limits": limits, "most": most, "warned": False}))
+    return cast("type[BoundedProtocol]", type("Bounded", (BoundedProtocol, parser), {"limits": limits, "most": most}))
 
 
-class _Bounds(_Parser):
+class BoundedProtocol(_Parser):
+    """The connections of one server, whose class they are.
+
+    Attributes:
+        is_ending: whether the server takes no connection any more.
+    """
+
     limits: ConnectionLimits
     most: int
-    warned: bool
+    is_ending = warned = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._began, self._received, self._timer, self._stalled = time.monotonic(), 0, None, None
         self._expect("head")
-        if len(self.connections) > self.most:
+        if self.is_ending:
+            self.end()
+        elif len(self.connections) > self.most:
             if not type(self).warned:
                 type(self).warned = True
                 logger.warning(
                     "all %d connections of the HTTP server are open; each new one ends an idle one, or itself", self.most
                 )
             waiting = (each for each in self.connections if each is not self and each.is_waiting)
-            min(waiting, key=lambda each: each._began, default=self)._end()
+            min(waiting, key=lambda each: each._began, default=self).end()
 
     @property
     def is_waiting(self) -> bool:
@@ -90,7 +99,7 @@ class _Bounds(_Parser):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self._stalled or self.loop.call_later(self.limits.write_seconds, self._end)
+        self._stalled = self._stalled or self.loop.call_later(self.limits.write_seconds, self.end)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -110,16 +119,17 @@ class _Bounds(_Parser):
         self._timer = None
         if stage is not None:
             seconds = self.limits.head_seconds if stage == "head" else self.limits.body_seconds
-            self._timer = self.loop.call_later(seconds, self._end)
+            self._timer = self.loop.call_later(seconds, self.end)
 
     def _check_size(self) -> None:
         if self._stage == "head" and self._received > self.limits.head_bytes:
             self.transport.write(_TOO_LARGE)
             self.transport.close()
         elif self._stage == "body" and self._received > self.limits.body_bytes:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the connection at once."""
         self.transport.abort()
 
 

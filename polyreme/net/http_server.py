@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls
-from polyreme.net.http_connections import ConnectionLimits, bounded_protocol
+from polyreme.net.http_connections import BoundedProtocol, ConnectionLimits, bounded_protocol
 from polyreme.net.http_hosts import own_names, refusal
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ PROBES = ("/health", "/ready")
 _TOKEN_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer "}
 _DISCARD_FACTOR = 4  # times the limit
 _DISCARD_TIMEOUT = 5.0
-_TICK_SECONDS = 1.0
+_TICK_SECONDS, _CANCEL_SECONDS = 1.0, 1.0
 
 ErrorBody = Callable[[int, str], bytes]
 """The JSON of an error, by status and message."""
@@ -196,6 +197,7 @@ async def serve_http(
     bound = bind(host, port)
     bound.listen(1024)
     bound.setblocking(False)
+    protocol = bounded_protocol(limits or ConnectionLimits())
     config = uvicorn.Config(
         app,
         ssl_context_factory=None if context is None else lambda *_: context,
@@ -203,12 +205,12 @@ async def serve_http(
         log_config=None,
         access_log=False,
         ws="none",
-        http=bounded_protocol(limits or ConnectionLimits()),
+        http=protocol,
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(drain_timeout)),
     )
-    server = _Server(config)
+    server = _Server(config, protocol)
     serving, started = asyncio.create_task(server.serve(sockets=[bound])), asyncio.create_task(server.started_event.wait())
     try:
         await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -222,8 +224,9 @@ async def serve_http(
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, protocol: type[BoundedProtocol]) -> None:
         super().__init__(config)
+        self._protocol = protocol
         self.started_event, self._ending = asyncio.Event(), asyncio.Event()
 
     def end(self) -> None:
@@ -241,6 +244,20 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.started_event.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends all connections. (uvicorn leaves those that it accepted meanwhile, or that are busy at its deadline.)"""
+        self._protocol.is_ending = True
+        loop = asyncio.get_running_loop()
+        for listening in [each for server in self.servers for each in server.sockets]:
+            loop.remove_reader(listening.fileno())
+        await asyncio.sleep(0)  # what asyncio has just accepted gets its transport, which it cannot behind `Server.close`
+        await super().shutdown(sockets)
+        if self.server_state.tasks:  # cancelled
+            await asyncio.wait(self.server_state.tasks, timeout=_CANCEL_SECONDS)
+        for connection in list(self.server_state.connections):
+            cast("BoundedProtocol", connection).end()
+        await asyncio.sleep(0)  # in which asyncio closes their sockets
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

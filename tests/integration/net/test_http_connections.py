@@ -1,7 +1,9 @@
 """Clients that are slow, idle or endless, at a real HTTP server with each parser that uvicorn may have."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import gc
+import socket
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -156,3 +158,36 @@ async def test_idle_connections_keep_no_other_client_out():
             writer.write(HEAD)
         assert await answered(connect)
         assert await asyncio.gather(*(ended(reader) for reader, _ in idle[:8])) == [b""] * 8
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_connection_that_comes_while_the_server_ends_is_ended(recwarn, turns):
+    """`turns`: of the event loop between the connection and the end, so asyncio has accepted it in part."""
+    loop = asyncio.get_running_loop()
+    async with serve_http("127.0.0.1", 0, answering, 1.0) as port:
+        client = socket.create_connection(("127.0.0.1", port))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    with client:
+        client.setblocking(False)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(loop.sock_recv(client, 1), 30) == b""
+    gc.collect()
+    assert not recwarn.list
+
+
+async def test_a_request_that_outlasts_its_server_is_ended(recwarn):
+    asked = asyncio.Event()
+
+    async def hanging(scope, receive, send):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with serve_http("127.0.0.1", 0, hanging, 1.0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        await asked.wait()
+    assert not (await ended(reader)).startswith(b"HTTP/1.1 200")
+    writer.close()
+    gc.collect()
+    assert not recwarn.list
