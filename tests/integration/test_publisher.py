@@ -256,11 +256,12 @@ class LosesCancellation(ReplicaClient):
 
     def __init__(self, lease: Lease, arena: Arena, security: SecurityConfig | None, limits: PushLimits) -> None:
         super().__init__(lease, arena, security, limits)
-        self.is_lost = lease.id == "dying"
+        self.is_dying, self.waits = lease.id == "dying", threading.Event()
 
     async def commit(self, version: Version) -> pb.CommitResponse:
-        if not self.is_lost or version.number == 0:
+        if not self.is_dying or version.number == 0:
             return await super().commit(version)
+        self.waits.set()
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         return pb.CommitResponse(version=version.number)
@@ -268,14 +269,17 @@ class LosesCancellation(ReplicaClient):
 
 async def test_a_push_that_outlasts_its_replica_keeps_no_slot(redis: Redis, redis_url: str, run_id: str) -> None:
     async with publishing(redis, redis_url, run_id, client=LosesCancellation) as world, world.replica("good") as good:
-        async with world.replica("dying") as dying:
+        async with world.replica("dying"):
             await world.step()
             await world.publisher.wait_committed(0, 2, 300)
             await world.step()
-            await until(lambda: dying.calls.count("StageArena") == 2 and good.versions[-1] == 1)
+            dying = world.sync.replicas["dying"].client
+            assert isinstance(dying, LosesCancellation)
+            await until(dying.waits.is_set)
+            await world.publisher.wait_committed(1, 1, 300)
         await world.notice("replica dying", "left")
         await world.step()
-        await until(lambda: good.versions[-1] == 2)
+        await world.publisher.wait_committed(2, 1, 300)
         good.engine.may_load.clear()
         await world.step()
         await until(lambda: good.calls.count("Commit") == 4)  # it holds this slot, and the one before
