@@ -7,7 +7,7 @@ left out. A field that an older release's record lacks has its default, and a ki
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 MetricValues = Mapping[str, Any]
 """Metric name to number, a few to a list of counts; None where a metric was not measured."""
@@ -20,9 +20,10 @@ ENVELOPE = ("run", "id", "kind", "time")
 _KINDS: defaultdict[str, list["type[MetricRecord]"]] = defaultdict(list)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class MetricRecord:
-    """A record.
+    """A record. Each subclass becomes such a dataclass.
 
     Attributes:
         time: Unix time in seconds at which it was written, or happened; 0: not yet written.
@@ -33,19 +34,18 @@ class MetricRecord:
 
     def __init_subclass__(cls, kind: str = "") -> None:
         super().__init_subclass__()
+        dataclass(frozen=True, kw_only=True)(cls)
         if kind:
             cls.kind = kind
             _KINDS[kind].append(cls)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Numbered(MetricRecord):
     """A record with metrics, which are fields of its JSON object: numbers by name, and what else is shown with them."""
 
     metrics: MetricValues = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Placed(MetricRecord):
     """A record about an iteration of a run, or a step of a stage."""
 
@@ -60,7 +60,6 @@ class _Placed(MetricRecord):
         return number
 
 
-@dataclass(frozen=True, kw_only=True)
 class Started(MetricRecord, kind="start"):
     """A run starts or resumes. `start`: the count of its starts."""
 
@@ -68,12 +67,10 @@ class Started(MetricRecord, kind="start"):
     forked_from: Mapping[str, object] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Resumed(_Placed, kind="resumed"):
     """Training continues from a checkpoint. What has a record already is repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmStartStep(MetricRecord, kind="sft"):
     """Supervised steps of a warm start are done. `loss` is None where it is not finite."""
 
@@ -85,7 +82,6 @@ class WarmStartStep(MetricRecord, kind="sft"):
     tokens_per_second: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmStartSaved(MetricRecord, kind="sft_saved"):
     """A checkpoint between the phases of a warm start is complete. `step`: of all phases."""
 
@@ -95,14 +91,12 @@ class WarmStartSaved(MetricRecord, kind="sft_saved"):
     stall_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmStartDone(MetricRecord, kind="sft_done"):
     """The warm start is complete."""
 
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class GateMeasured(MetricRecord, kind="gate"):
     """Two of learner, replica and exported model were compared."""
 
@@ -111,7 +105,6 @@ class GateMeasured(MetricRecord, kind="gate"):
     limit: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class IterationTrained(_Numbered, kind="iteration"):
     """An iteration is trained. `alarms`: those that hold; `repeated`, `next_group`: added by the recorder."""
 
@@ -119,7 +112,6 @@ class IterationTrained(_Numbered, kind="iteration"):
     alarms: Sequence[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupsPlanned(_Numbered, kind="rollout"):
     """An iteration is planned. `groups`: how many each of several orchestrators brought into the log since the plan before."""
 
@@ -127,7 +119,6 @@ class GroupsPlanned(_Numbered, kind="rollout"):
     groups: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineStart(MetricRecord, kind="engine_start"):
     """A replica starts its engine, and with `seconds`, has started it."""
 
@@ -137,7 +128,6 @@ class EngineStart(MetricRecord, kind="engine_start"):
     seconds: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineEnd(MetricRecord, kind="engine_end"):
     """A replica's engine has ended for the learner. `freed_bytes`: memory that only its processes had."""
 
@@ -146,7 +136,6 @@ class EngineEnd(MetricRecord, kind="engine_end"):
     freed_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class VersionServed(_Numbered, kind="commit"):
     """A replica has taken a version."""
 
@@ -154,14 +143,12 @@ class VersionServed(_Numbered, kind="commit"):
     version: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReplicasChanged(MetricRecord, kind="replicas"):
     """Replicas have joined or left. `replicas`: the /v1 address of each by id."""
 
     replicas: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Evaluation(_Numbered, kind="eval"):
     """A version of a run is evaluated.
 
@@ -183,7 +170,6 @@ class Evaluation(_Numbered, kind="eval"):
     result: Line | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluationProgress(MetricRecord, kind="eval_progress"):
     """A part of a long evaluation's answers is there."""
 
@@ -193,7 +179,6 @@ class EvaluationProgress(MetricRecord, kind="eval_progress"):
     seconds_left: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluationFailed(MetricRecord, kind="eval_failed"):
     """An evaluation failed or was skipped."""
 
@@ -201,7 +186,6 @@ class EvaluationFailed(MetricRecord, kind="eval_failed"):
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Loading(MetricRecord, kind="loading"):
     """A fraction of a role's weights is loaded."""
 
@@ -210,7 +194,6 @@ class Loading(MetricRecord, kind="loading"):
     seconds_left: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(_Placed, kind="saved"):
     """A checkpoint is complete. `seconds`: of writing; `stall_seconds`: the pause of training."""
 
@@ -220,14 +203,12 @@ class CheckpointSaved(_Placed, kind="saved"):
     stall_seconds: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Alarm(MetricRecord, kind="alarm"):
     """A metric needs attention."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServiceNotice(MetricRecord, kind="notice"):
     """An event of a service needs attention. `waiting`: it says what the run waits for, until groups are planned."""
 
@@ -236,7 +217,6 @@ class ServiceNotice(MetricRecord, kind="notice"):
     waiting: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Restart(MetricRecord, kind="restart"):
     """A process is restarted."""
 
@@ -244,7 +224,6 @@ class Restart(MetricRecord, kind="restart"):
     text: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrackerFailed(MetricRecord, kind="tracker_failed"):
     """A tracker has failed. `failures`: how often since the start."""
 
@@ -253,12 +232,10 @@ class TrackerFailed(MetricRecord, kind="tracker_failed"):
     text: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DoneLearning(MetricRecord, kind="done_learning"):
     """The last iteration is saved."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageStep(_Numbered, kind="step"):
     """A step of a stage is done, or of a client of the training service. `steps`: 0 if the client decides when it ends."""
 
@@ -266,7 +243,6 @@ class StageStep(_Numbered, kind="step"):
     steps: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplesServed(MetricRecord, kind="samples"):
     """A model of the training service has answered requests. `file`: of their samples; `next_group`: above the groups in it;
     `dropped`: files that are deleted for it."""
@@ -278,7 +254,6 @@ class SamplesServed(MetricRecord, kind="samples"):
     dropped: Sequence[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageEvaluation(_Numbered, kind="eval"):
     """The held-out rows of a stage were measured after `step`."""
 
@@ -287,7 +262,6 @@ class StageEvaluation(_Numbered, kind="eval"):
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageDone(MetricRecord, kind="done"):
     """A stage is complete. `hf_path`: the trained model."""
 
