@@ -13,8 +13,8 @@ prefill   prefill_vs_new: tokens that the engine computes before sampling, over 
           same if only the last block of the cache, which is never shared, were computed again
 sessions  session_growth_mib: growth of the environment server's memory from the second to the last round of --sessions open sessions (<= 8)
 trl       episodes_vs_trl: episodes per second of training with a tool, compared with TRL's GRPOTrainer and its environments (>= 3);
-          episodes_floor_vs_trl: the same if an iteration took only the engines' tokens, in one answer for each episode, the learner's step and
-          the weights, one after the other in one process, without turns, tools and services
+          episodes_floor_vs_trl: the same if an iteration took only the engines' tokens, in as many requests as turns, the learner's step and
+          the weights, one after the other in one process, without tools and services
 
 A part's sides run in turn, --rounds times after one that does not count, on the same machine; a ratio is the median of its turns.
 """

@@ -113,16 +113,17 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
     )
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluated = {record["version"]: record for record in records if record["kind"] == "eval"}
-    seconds, lengths, rewards = [], [], []
+    seconds, lengths, rewards, turns = [], [], [], []
     for record in records:
         if record["kind"] == "iteration":
             before = evaluated.get(record["iteration"] - 1)
             seconds.append(record["time/iteration"] - (before["seconds"] if before else 0.0))
             lengths.append(record["response_length/mean"])
             rewards.append(record["reward/mean"])
+            turns.append(record.get("episode/turns/mean", 1.0))
     evaluations = [{"step": version, "accuracy": record["accuracy"], "train_seconds": sum(seconds[:version])} for version, record in sorted(evaluated.items())]  # fmt: skip
     model = run_dir / "hf" / f"iteration-{steps:06d}"
-    means = {"mean_lengths": lengths, "mean_rewards": rewards}
+    means = {"mean_lengths": lengths, "mean_rewards": rewards, "mean_turns": turns}
     return {"step_seconds": seconds, **means, "evaluations": evaluations, "model": model}
 
 
@@ -138,8 +139,13 @@ class Parts:
         return sum(self.seconds.values())
 
 
-def parts(task: Task, iterations: int, tokens: int = 0) -> Parts:
-    """Measures the parts with the task's model, which does not change: equal work in every iteration. `tokens`: of each answer; 0: it ends itself."""
+def parts(task: Task, iterations: int, tokens: int = 0, requests: int = 1) -> Parts:
+    """Measures the parts with the task's model, which does not change: equal work in every iteration.
+
+    Args:
+        tokens: of each answer; 0: it ends itself.
+        requests: by which an answer is sampled, one after the other.
+    """
     settings = [
         f"model.path={task.model}",
         f"data.train={task.train}",
@@ -158,6 +164,8 @@ def parts(task: Task, iterations: int, tokens: int = 0) -> Parts:
         task.after,
         "--tokens",
         tokens,
+        "--requests",
+        requests,
     ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
     if done.returncode:

@@ -26,11 +26,12 @@ def episodes_vs_trl(work: Path, rounds: int) -> dict[str, float]:
         rates = [_rate(side["step_seconds"]) for side in (ours, theirs)]
         rewards = [_rewards(side["mean_rewards"]) for side in (ours, theirs)]
         print(f"round {number + 1}: {rates[0]:7.1f} episodes/s (rewards {rewards[0]}), TRL {rates[1]:7.1f} episodes/s (rewards {rewards[1]})", flush=True)  # fmt: skip
-        single = peer.parts(task, 8, tokens=round(statistics.mean(ours["mean_lengths"])))
-        each = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in single.seconds.items())
-        print(f"the parts of an iteration whose episodes are one answer of {single.length:.1f} tokens: {each}", flush=True)
+        tokens, turns = (statistics.mean(ours[f"mean_{name}"]) for name in ("lengths", "turns"))
+        alone = peer.parts(task, 8, tokens=round(tokens), requests=round(turns))
+        each = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone.seconds.items())
+        print(f"the parts of an iteration of episodes of {alone.length:.1f} tokens in {turns:.1f} turns: {each}", flush=True)
         ratios.append(rates[0] / rates[1])
-        floors.append(peer.SAMPLES / single.total / rates[1])
+        floors.append(peer.SAMPLES / alone.total / rates[1])
     return {"episodes_vs_trl": statistics.median(ratios), "episodes_floor_vs_trl": statistics.median(floors)}
 
 

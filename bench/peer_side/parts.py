@@ -25,26 +25,21 @@ RUN_ID = "bench-parts"
 
 
 async def sample(
-    engine: Any, config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int
+    engine: Any, config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int, requests: int
 ) -> list[list[tuple[list[int], list[float], str]]]:
-    """Returns (ids, logprobs, finish) of every sample of every prompt."""
+    """Returns (ids, logprobs, finish) of every sample of every prompt. Each is sampled by so many requests, one after the other."""
+    tokens = -(-config.rollout.max_new_tokens // requests)
     sampling = Sampling(config.rollout.temperature, 1.0, -1, stop_ids)
 
     async def one(number: int, prompt: Any) -> tuple[list[int], list[float], str]:
         ids: list[int] = []
         logprobs: list[float] = []
-        request = EngineRequest(
-            f"parts.{turn}.{number}",
-            prompt.ids.tolist(),
-            config.rollout.max_new_tokens,
-            turn * 100_000 + number,
-            str(turn),
-            sampling,
-        )
-        async for delta in engine.generate(request):
-            ids += delta.token_ids
-            logprobs += delta.logprobs
-            finish = delta.finish
+        for part in range(requests):
+            name, asked = f"parts.{turn}.{number}.{part}", prompt.ids.tolist() + ids
+            async for delta in engine.generate(EngineRequest(name, asked, tokens, turn * 100_000 + number, str(turn), sampling)):
+                ids += delta.token_ids
+                logprobs += delta.logprobs
+                finish = delta.finish
         return ids, logprobs, finish
 
     size = config.group_size
@@ -53,19 +48,21 @@ async def sample(
 
 
 async def sample_on_all(
-    engines: Sequence[Any], config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int
+    engines: Sequence[Any], config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int, requests: int
 ) -> list[list[tuple[list[int], list[float], str]]]:
     """Like `sample`, with an equal share of the prompts on each engine."""
     size = -(-len(prompts) // len(engines))
     shares = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     sampled = await asyncio.gather(
-        *(sample(engine, config, share, stop_ids, turn) for engine, share in zip(engines, shares, strict=True))
+        *(sample(engine, config, share, stop_ids, turn, requests) for engine, share in zip(engines, shares, strict=True))
     )
     return [group for share in sampled for group in share]
 
 
-def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: str, *, ends: bool) -> dict[str, Any]:
-    """`ends`: whether answers end with a stop token."""
+def measure(
+    engines: Sequence[Any], config: RunConfig, iterations: int, after: str, *, ends: bool, requests: int
+) -> dict[str, Any]:
+    """`ends`: whether answers end with a stop token. `requests`: see `sample`."""
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
@@ -116,7 +113,7 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     for turn in range(1, iterations + 1):
         asked = prompts[(turn - 1) * size : turn * size]
         began = time.perf_counter()
-        sampled = run(sample_on_all(engines, config, asked, template.stop_ids if ends else (), turn))
+        sampled = run(sample_on_all(engines, config, asked, template.stop_ids if ends else (), turn, requests))
         parts["generate"].append(time.perf_counter() - began)
         lengths += [len(ids) for samples in sampled for ids, _, _ in samples] if turn > 1 else []
 
@@ -161,6 +158,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--after", default="")
     parser.add_argument("--tokens", type=int, help="Each answer has so many. Default: it ends with a stop token.")
+    parser.add_argument("--requests", type=int, default=1, help="by which an answer is sampled, one after the other, as turns")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
     if options.tokens:
@@ -170,7 +168,8 @@ def main() -> None:
     try:
         for _ in range(config.rollout.replicas):
             engines.append(engine_module.start(config, config.model.path))
-        print(json.dumps(measure(engines, config, options.iterations, options.after, ends=not options.tokens)))
+        ends, requests = not options.tokens, options.requests
+        print(json.dumps(measure(engines, config, options.iterations, options.after, ends=ends, requests=requests)))
     finally:
         for engine in engines:
             engine.close()
