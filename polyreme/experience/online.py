@@ -3,7 +3,7 @@
     (none) -> open -> rewarded -> trained (in a group of the log)        open, rewarded -> dropped(reason)
 
 Invariant: what a script has answered survives every process. A session is in at most one group: the script that appends the group
-also ends its sessions. Only the orchestrator ends sessions. What an ended session keeps is its state, for a while.
+also ends its sessions. Only the orchestrator ends sessions. What an ended session keeps is its state, for a while, or nothing.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ class OnlineSession:
 
 
 class OnlineSessions:
-    """The sessions of one run. `max_age`: seconds for which the state of an ended one is kept; at least an hour."""
+    """The sessions of one run. `max_age`: seconds for which an ended one's state is kept, at least an hour; 0: not at all."""
 
     def __init__(self, run: Run, max_age: float = 86_400.0) -> None:
-        self._run, self._keep = run, max(3600, int(max_age))
+        self._run, self._keep = run, max(3600, int(max_age)) if max_age else 0
         self._open, self._rewarded, self._versions, self._counts = (
             run.key(f"online_{name}") for name in ("open", "rewarded", "versions", "counts")
         )

@@ -122,9 +122,9 @@ class RequestBounds:
         open: most open requests of a worker.
         lane_bytes: most bytes of a model's open and kept requests.
         result_seconds: how long a result can be read.
-        result_bytes: most bytes of the results of a session, or of a tenant's requests without one. Beyond them the oldest are
-            deleted before their time.
+        result_bytes: most bytes of the results of a session, or of a tenant's requests without one. The oldest go beyond them.
         record_seconds: how long a record lives that nobody renews.
+        ended_records: most sessions, or models, of a tenant that have ended and are kept beyond its quota.
     """
 
     open: int = 20_000
@@ -132,6 +132,7 @@ class RequestBounds:
     result_seconds: float = 6 * 3600.0
     result_bytes: int = 256 << 20
     record_seconds: int = 7 * 86400
+    ended_records: int = 1000
 
 
 class RequestLog:

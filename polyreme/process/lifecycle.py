@@ -37,7 +37,7 @@ EXIT_SECONDS = 20
 """The kernel ends a process this long after its owner's death, or `exit_on_signals`, has told it to exit."""
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 << 10
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _OF_A_PATH = (errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -297,7 +297,7 @@ def exit_on_error(program: str) -> Iterator[None]:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _UNWRITABLE and not (error.errno in _OF_A_PATH and error.filename):
+        if error.errno not in UNWRITABLE and not (error.errno in _OF_A_PATH and error.filename):
             raise
         print(f"{program}: error: {_of_files(error)}", file=sys.stderr, flush=True)
         sys.exit(PolyremeError.exit_code)

@@ -124,10 +124,9 @@ async def serve(
                     return False
                 if held is not None:
                     held.end_renewals()
-                replica_turns = ReplicaTurns(device, engine, swapper, running, metrics)
-                turns = asyncio.create_task(
-                    replica_turns.hold() if spec.config.ends_engines else replica_turns.take_turns(), name="device turns"
-                )
+                replica_turns = ReplicaTurns(device, engine, swapper, running, metrics, publish_state)
+                turning = device.hold() if spec.config.ends_engines else replica_turns.take_turns()
+                turns = asyncio.create_task(turning, name="device turns")
                 servers.callback(turns.cancel)  # after the drain; the grant ends after the engine
             async with await registry.register(lease):
                 logger.info(

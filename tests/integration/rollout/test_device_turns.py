@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ async def shared(run: Run) -> AsyncIterator[Shared]:
         starting = simulated_replica(run, "r", engine_type=SteppedEngine, may_use_devices=lambda: lease.usable)
         replica = await stack.enter_async_context(starting)
         both = Shared(replica, await stack.enter_async_context(idle_learner(run, [replica])), run, lease)
-        turns = ReplicaTurns(lease, replica.engine, replica.swapper, replica.running, replica.metrics, retry_seconds=0.01)
+        parts = lease, replica.engine, replica.swapper, replica.running, replica.metrics
+        turns = ReplicaTurns(*parts, on_change=partial(asyncio.sleep, 0), retry_seconds=0.01)
         task = asyncio.create_task(turns.take_turns())
         try:
             yield both

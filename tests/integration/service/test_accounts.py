@@ -70,6 +70,20 @@ async def test_a_tenant_has_so_many_sessions_and_models(client: Client) -> None:
     await client.session(BOB)
 
 
+async def test_sessions_that_have_ended_are_bounded(client: Client, redis: Redis, run_id: str) -> None:
+    client.log.limits.ended_records = 3
+    goes_on, *ended = [(await client.session(ALICE))["session_id"]]
+    for _ in range(10):
+        ended.append((await client.session(ALICE))["session_id"])
+        done = await client.http.post(f"/api/v1/sessions/{ended[-1]}/finish", json={}, headers={"x-api-key": ALICE})
+        assert done.status_code == 204, done.text
+    await client.session(ALICE)
+    kept = [each async for each in redis.scan_iter(f"*{run_id}*:session:{tenant_with(ALICE)}?*")]
+    assert len(kept) == 2 + 3
+    found = [await client.http.get(f"/api/v1/sessions/{each}", headers={"x-api-key": ALICE}) for each in (goes_on, *ended)]
+    assert [each.status_code for each in found] == [200] + [404] * 7 + [200] * 3
+
+
 async def test_requests_at_the_same_time_stay_within_a_quota(client: Client) -> None:
     session = (await client.session(ALICE))["session_id"]
     given = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 4}}

@@ -181,8 +181,16 @@ async def test_a_session_belongs_to_its_tenant_and_its_key(agents: Agents) -> No
         await say({**opened, "api_key": other["api_key"]}, HELLO)
     assert (await agents.call("DELETE", path)).status_code == 204
     assert (await agents.call("GET", path)).status_code == 404
-    with pytest.raises((openai.AuthenticationError, openai.BadRequestError)):
+    with pytest.raises(openai.AuthenticationError, match="has ended"):
         await say(opened, HELLO)
+
+
+async def test_an_ended_session_leaves_no_record(agents: Agents, redis: Redis) -> None:
+    """Clients open and end them for as long as a service lives."""
+    opened = await agents.open()
+    await say(opened, HELLO)
+    assert (await agents.call("DELETE", f"/{opened['agent_session_id']}")).status_code == 204
+    assert [each async for each in redis.scan_iter(f"*session:{opened['agent_session_id']}")] == []
 
 
 async def test_a_tenant_has_as_many_open_sessions_as_its_quota(agents: Agents) -> None:
@@ -253,7 +261,7 @@ async def test_an_agent_of_weights_that_are_gone_is_told_so(agents: Agents, tmp_
 
 
 @pytest.mark.parametrize("settings", [{"max_age": 0.2}])
-async def test_a_session_that_nobody_ends_is_dropped(agents: Agents) -> None:
+async def test_a_session_that_nobody_ends_is_dropped(agents: Agents, redis: Redis) -> None:
     opened = await agents.open()
 
     async def gone() -> bool:
@@ -263,6 +271,7 @@ async def test_a_session_that_nobody_ends_is_dropped(agents: Agents) -> None:
     await agents.end()
     await agents.begin()  # looks at once
     await until(gone)
+    assert [each async for each in redis.scan_iter(f"*session:{opened['agent_session_id']}")] == []
 
 
 def test_the_secrets_of_a_service_stay_the_same(tmp_path: Path) -> None:

@@ -91,3 +91,18 @@ def test_a_reference_with_another_tokenizer_is_an_error(folder: Path, compared: 
     path.write_text(json.dumps(tokens | {"model": tokens["model"] | {"vocab": words | {first: two, second: one}}}))
     (error,) = findings(compared).errors
     assert str(path) in str(error) and "2 other tokens" in str(error)
+
+
+@pytest.mark.parametrize(("text", "errors"), [("<other>", 1), (None, 0)])
+def test_a_reference_with_other_added_tokens_is_an_error(
+    folder: Path, compared: StageConfig, text: str | None, errors: int
+) -> None:
+    """One that lacks an added token of the model has at least a row of its embeddings for it."""
+    path = folder / "reference" / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    added, vocab = tokens["added_tokens"], tokens["model"]["vocab"]
+    del vocab[max(vocab, key=vocab.__getitem__)]  # which has the last id
+    for file, content in ((folder / "model" / "tokenizer.json", "<tool>"), (path, text)):
+        last = [] if content is None else [added[-1] | {"id": len(vocab), "content": content}]
+        file.write_text(json.dumps(tokens | {"added_tokens": [*added, *last]}))
+    assert [str(path) in str(error) for error in findings(compared).errors] == [True] * errors

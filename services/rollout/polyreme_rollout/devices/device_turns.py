@@ -7,6 +7,7 @@ and continues later, unless the new grant has ended too. Memory comes back in th
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from polyreme.errors import StoreError
@@ -28,6 +29,7 @@ class ReplicaTurns:
     Args:
         lease: the device lease, which has a grant, and without which the swapper does not continue sampling.
         engine, swapper, running, metrics: parts of the replica. The engine is awake.
+        on_change: called when a turn has begun, since the served version may be lost.
         retry_seconds: pause while Redis cannot be reached.
     """
 
@@ -38,15 +40,12 @@ class ReplicaTurns:
         swapper: WeightSwapper,
         running: RunningSequences,
         metrics: ReplicaMetrics,
+        on_change: Callable[[], Awaitable[None]],
         retry_seconds: float = 0.5,
     ) -> None:
-        self._retry_seconds = retry_seconds
+        self._on_change, self._retry_seconds = on_change, retry_seconds
         self._lease, self._engine, self._swapper = lease, engine, swapper
         self._running, self._metrics = running, metrics
-
-    async def hold(self) -> None:
-        """Keeps the devices until the learner wants them, or the grant has ended. For an engine that ends after its turn."""
-        await self._lease.hold()
 
     async def take_turns(self) -> None:
         """Takes turns until it is cancelled. Raises EngineDeadError."""
@@ -58,6 +57,7 @@ class ReplicaTurns:
                 holding = asyncio.ensure_future(self._lease.hold())
                 await self._wait_for_version(grant, holding)
                 await self._swapper.resume_if_paused(slept.weights)  # no-op once the grant has ended
+                await self._on_change()
         finally:
             holding.cancel()
 

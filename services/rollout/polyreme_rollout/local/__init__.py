@@ -13,7 +13,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import DataError
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class LocalSampler:
     def __init__(self, engine: InferenceEngine, config: RunConfig, runner: asyncio.Runner) -> None:
         self._engine, self._rollout, self._runner = engine, config.rollout, runner
         self._version = self._asked = 0
+        self._is_whole = True
 
     @classmethod
     @contextmanager
@@ -54,14 +55,11 @@ class LocalSampler:
             yield cls(engine, config, runner)
 
     def load(self, source: ArenaSource) -> None:
-        """Replaces the policy by a version in an arena. Raises LoadError."""
-
-        async def load() -> None:
-            await self._engine.load([source])
-            await self._engine.resume()
-
-        self._version += 1
-        self._runner.run(load())
+        """Replaces the policy by a version in an arena. Raises LoadError; there then is no policy until a later load succeeds."""
+        self._version, self._is_whole = self._version + 1, False
+        self._runner.run(self._engine.load([source]))
+        self._runner.run(self._engine.resume())
+        self._is_whole = True
 
     def sample(
         self, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], temperature: float = 1.0, seed: int = 0
@@ -76,8 +74,11 @@ class LocalSampler:
 
         Raises:
             DataError: a prompt is empty, leaves no room for an answer, or has unknown tokens.
+            LoadError: the last load has failed.
             EngineDeadError: the engine has died.
         """
+        if not self._is_whole:
+            raise LoadError("expected a version that was loaded whole; found that the last load has failed. Load one first.")
         most, vocabulary = self._engine.max_model_len - 1, range(self._engine.vocab_size)
         for number, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= most or not all(id in vocabulary for id in prompt):

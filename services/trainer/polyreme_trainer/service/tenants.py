@@ -47,13 +47,16 @@ class Tenants:
     async def add_record(
         self, tenant: str, kind: OwnedKind, name: str, fields: Mapping[str, str], most: int, groups: Sequence[str] = ()
     ) -> None:
-        """Adds a session or a model of a tenant, also to the further `groups`. Raises TenantError when there are `most`."""
+        """Adds a tenant's session or model, also to further `groups`; deletes old ended ones. Raises TenantError at `most`."""
         async with self._adding.setdefault(tenant, asyncio.Lock()):
             names = await self._log.names(kind, tenant)
-            records = [await self._log.record(kind, each) for each in names] if len(names) >= most else []
-            if (count := sum(record is not None and ENDED not in record for record in records)) >= most:
+            records = {each: await self._log.record(kind, each) for each in names} if len(names) >= most else {}
+            ended = [each for each, record in records.items() if record is None or ENDED in record]
+            if (count := len(records) - len(ended)) >= most:
                 do = f"{_ENDS[kind]} one, or ask for a larger quota."
                 raise TenantError(f"expected at most {most} {kind}s of a tenant; found {count}. {do}")
+            for each in ended[self._log.limits.ended_records :]:
+                await self._log.delete_record(kind, each, (tenant,))
             await self._log.set_record(kind, name, {"tenant": tenant, **fields}, (tenant, *groups))
 
     async def session(self, tenant: str, name: str) -> Record:
@@ -77,8 +80,7 @@ class Tenants:
         name = f"{session}:train:{number}"
         if await self._log.record("model", name) is not None:  # the first request of a number stands
             return name
-        rank = 0 if lora is None else int(lora["rank"])
-        fields = {"base_model": base_model, "rank": str(rank), "metadata": json.dumps(metadata)}
+        fields = {"base_model": base_model, "rank": str(lora["rank"] if lora else 0), "metadata": json.dumps(metadata)}
         await self.add_record(tenant, "model", name, fields, most, (session,))
         return name
 
@@ -113,6 +115,6 @@ class Tenants:
     async def _used(self, tenant: str, kind: str, name: str) -> tuple[Record, float]:
         """A record, and when it was used before."""
         if (found := await self._log.use_record(tenant, kind, name)) is None:
-            words = {"sampling": "sampling session"}.get(kind, kind)
-            raise HTTPException(404, f"expected a {words} of this service; found {name!r:.80}")
+            what = kind.replace("sampling", "sampling session")
+            raise HTTPException(404, f"expected a {what} of this service; found {name!r:.80}")
         return found

@@ -1,10 +1,14 @@
 """Which version samples get: over simulated replicas with real gRPC, whose weights change while they generate."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
+from polyreme import API_VERSION
+from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import Writer
+from polyreme.experience.log_reader import COMMITS_BOUND
 from polyreme.weights.canary import Canary
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, SimulatedInferenceEngine
 from polyreme_trainer.orchestrator.generation.generate import generate
@@ -102,6 +106,21 @@ async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(w
     assert all(one.finished for one in samples)
     assert len(behind.calls) == 1 and len(other.calls) == 1
     assert world.pool.targets["r0"].staged is None
+
+
+async def test_commits_of_replicas_that_left_are_bounded(world):
+    """A pool that has run for weeks knows of a replica that joins what a new orchestrator would: the commits that the log keeps."""
+    await world.start()
+    registry, learner = Registry(world.run), world.learner.log
+    for name in ("first", *(f"left-{number}" for number in range(COMMITS_BOUND)), "last"):
+        await learner.ack_commit(name, 1, 1, 0.5, 0.5)
+    await world.pool.refresh()
+    async with AsyncExitStack() as leases:
+        for name in ("first", "last"):
+            lease = Lease("rollout", name, "127.0.0.1:1", "", API_VERSION, {})
+            await leases.enter_async_context(await registry.register(lease))
+        await world.pool.refresh()
+    assert {name: target.version for name, target in world.pool.targets.items()} == {"first": None, "last": 1}
 
 
 class SlowCanary(SimulatedInferenceEngine):

@@ -17,6 +17,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,8 +28,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from polyreme.errors import ConfigError, PolyremeError, UnavailableError
+from polyreme.errors import ConfigError, RunFailedError, UnavailableError
 from polyreme.experience.loading import Loaded, LoadReports, unreported
+from polyreme.process.lifecycle import UNWRITABLE
 from polyreme.rundir.checkpoint_manifest import (
     MANIFEST,
     CheckpointFacts,
@@ -39,6 +41,7 @@ from polyreme.rundir.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
+from polyreme.rundir.run_records import write_atomically
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
@@ -50,7 +53,6 @@ from polyreme_trainer.megatron.training.roles import AnyRole
 logger = logging.getLogger(__name__)
 
 _RECEIPT_POLL = 0.05
-_UNWRITABLE = "Free disk space for output_dir, or make it writable, then continue with --resume."
 
 
 @dataclass(frozen=True)
@@ -113,19 +115,32 @@ def rank_contents(roles: Sequence[AnyRole]) -> RankContents:
     return RankContents(contents, asdict(mesh()) | _models(roles), number, torch.distributed.get_world_size())
 
 
-def begin(path: Path, ranks: Ranks) -> Path:
+def begin(path: Path, ranks: Ranks, nbytes: int) -> Path:
     """Creates the directory in which the ranks build the checkpoint `path`, and removes what interrupted saves left. Collective.
 
     Raises:
-        OSError: it cannot be created. On rank 0; on the others, LeaderError.
+        OSError, RunFailedError: it cannot be created, see `save_error`. On rank 0; on the others, LeaderError.
     """
 
     def create() -> bytes:
-        prefix, _, _ = path.name.rpartition("-")
-        atomic.discard_unfinished(path.parent, f"{prefix}-*")
-        return atomic.stage(path).name.encode()
+        atomic.discard_unfinished(path.parent, f"{path.name.rpartition('-')[0]}-*")
+        try:
+            return atomic.stage(path).name.encode()
+        except OSError as error:
+            raise save_error(error, path, nbytes) from None
 
     return path.with_name(ranks.broadcast_from_leader(lambda: asyncio.to_thread(create)).decode())
+
+
+def save_error(error: OSError, path: Path, nbytes: int) -> OSError | RunFailedError:
+    """What ends a save of the checkpoint `path`, of about `nbytes`. A full or read-only disk is so after a restart, too."""
+    if error.errno not in UNWRITABLE:
+        return error
+    return RunFailedError(
+        f"room for the {nbytes / 2**30:.3g} GiB of {path.name} in {path.parent}",
+        f"{shutil.disk_usage(path.parent).free / 2**30:.3g} GiB free: {error}",
+        "Free disk space for output_dir, or make it writable, then continue with --resume: earlier checkpoints are intact.",
+    )
 
 
 def check_writable(root: Path, ranks: Ranks) -> None:
@@ -157,14 +172,15 @@ def write(temporary: Path, own: RankContents) -> None:
             error.filename = str(temporary / name)
             raise
         digests[name] = digest_of(temporary / name)
-    _write_receipt(temporary, own.rank, {"files": digests})
+    write_atomically(_receipt(temporary, own.rank), json.dumps({"files": digests}))
 
 
 def give_up(temporary: Path, own: RankContents, error: OSError) -> None:
     """Removes this rank's files, which may have filled the disk, and tells rank 0, which raises it, why they will not come."""
     for name in own.contents:
         (temporary / name).unlink(missing_ok=True)
-    _write_receipt(temporary, own.rank, {"error": str(error)})
+    failure = [error.errno, f"{error.strerror} (rank {own.rank})", error.filename]
+    write_atomically(_receipt(temporary, own.rank), json.dumps({"error": failure}))
 
 
 def complete(temporary: Path, path: Path, own: RankContents, facts: CheckpointFacts, seconds: float) -> None:
@@ -176,7 +192,7 @@ def complete(temporary: Path, path: Path, own: RankContents, facts: CheckpointFa
         seconds: how long the other ranks may still write.
 
     Raises:
-        PolyremeError: a rank could not write its files.
+        OSError: a rank could not write its files.
         UnavailableError: a rank's files are not there in time.
         FileNotFoundError: another process has removed the directory.
     """
@@ -195,7 +211,7 @@ def complete(temporary: Path, path: Path, own: RankContents, facts: CheckpointFa
             time.sleep(_RECEIPT_POLL)
         found = json.loads(receipt.read_text())
         if "error" in found:
-            raise PolyremeError(f"the files of rank {rank} in {temporary}", found["error"], _UNWRITABLE)
+            raise OSError(*found["error"])
         digests |= found["files"]
         receipt.unlink()
     write_manifest(temporary, number_of(path), own.models, facts, dict(sorted(digests.items())))
@@ -261,8 +277,7 @@ def _read(file: Path) -> Any:
 
 def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
     """All checkpoints whose manifests are intact, oldest first; their other files are not read."""
-    found = [read(path) for path in numbered(root, prefix)]
-    return [checkpoint for checkpoint in found if checkpoint is not None]
+    return list(filter(None, map(read, numbered(root, prefix))))
 
 
 def newest(root: Path, prefix: str = "iteration") -> Checkpoint | None:
@@ -306,13 +321,6 @@ def weights_digest(directory: Path) -> str:
 
 def _receipt(temporary: Path, rank: int) -> Path:
     return temporary / f"written-{rank}.json"
-
-
-def _write_receipt(temporary: Path, rank: int, content: Mapping[str, object]) -> None:
-    receipt = _receipt(temporary, rank)
-    unfinished = receipt.with_suffix(".part")
-    unfinished.write_text(json.dumps(content))
-    unfinished.rename(receipt)
 
 
 def _random_file(rank: int) -> str:

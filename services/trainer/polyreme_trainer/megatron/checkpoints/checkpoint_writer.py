@@ -77,11 +77,9 @@ class BackgroundWork(Generic[T]):
 
     def _run(self) -> None:
         try:
-            result = self._work()
+            self._future.set_result(self._work())
         except BaseException as error:  # noqa: BLE001 - `finished` raises it in the caller's thread
             self._future.set_exception(error)
-        else:
-            self._future.set_result(result)
 
 
 @dataclass(frozen=True)
@@ -137,13 +135,14 @@ class CheckpointWriter:
         """Copies the state to host memory and starts to write it. Requires that no other save is being written. Collective.
 
         Raises:
-            OSError: the checkpoint's directory cannot be created. On rank 0; on the others, LeaderError.
+            OSError, RunFailedError: see `checkpoint.begin`.
         """
         assert self._pending is None, "one save at a time"
-        temporary = checkpoint.begin(save.path, self._ranks)
-        own = checkpoint.rank_contents(save.roles).copied(save.roles[0].model.device)
-        seconds = self._write_seconds + (own.nbytes + save.export_bytes) / SLOWEST_WRITE
-        work = partial(self._write, save, temporary, own, seconds)
+        own = checkpoint.rank_contents(save.roles)
+        nbytes = own.ranks * own.nbytes + save.export_bytes
+        temporary = checkpoint.begin(save.path, self._ranks, nbytes)
+        seconds = self._write_seconds + nbytes / SLOWEST_WRITE
+        work = partial(self._write, save, temporary, own.copied(save.roles[0].model.device), nbytes, seconds)
         self._pending = Pending(save, BackgroundWork(f"the checkpoint {save.path.name}", work, seconds))
 
     def finish(self, wait: bool) -> Saved | None:
@@ -179,7 +178,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001 - another error already ends the learner
             logger.warning("the checkpoint %s was not completed: %s", name, error)
 
-    def _write(self, save: Save, temporary: Path, own: RankContents, seconds: float) -> tuple[int, float]:
+    def _write(self, save: Save, temporary: Path, own: RankContents, nbytes: int, seconds: float) -> tuple[int, float]:
         """Writes this rank's part. On rank 0 also completes the checkpoint and removes old ones."""
         began = time.perf_counter()
         if not self._ranks.leads:
@@ -203,7 +202,9 @@ class CheckpointWriter:
                     "Stop the other learner of this run directory, then continue with --resume.",
                 ) from error
             atomic.discard(temporary)  # its files may have filled the disk
-            raise
+            if save.hf_path is not None and not save.path.exists():
+                atomic.discard(save.hf_path)
+            raise checkpoint.save_error(error, save.path, nbytes) if isinstance(error, OSError) else error from None
         folder, prefix, number = save.path.parent, save.path.name.rpartition("-")[0], number_of(save.path)
         checkpoint.prune(folder, number, save.keep, prefix)
         save.discard()

@@ -6,6 +6,7 @@ frozen weights, for the same use, with which the checkpoint was trained.
 """
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,14 +32,10 @@ class FrozenWeights:
     """Digests of directories of weights that training reads but does not change: a checkpoint has these in place of their bytes.
 
     A directory is read once, on rank 0, in a thread: that of a save, or one beside the heartbeat that keeps other ranks waiting.
-
-    Args:
-        ranks: the learner's ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._digests: dict[Path, str] = {}
+        self._ranks, self._digest = ranks, functools.cache(weights_digest)
 
     def record(self, directories: Mapping[str, Path]) -> dict[str, str]:
         """The digest of each directory, by use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
@@ -53,9 +50,10 @@ class FrozenWeights:
 
         async def compare() -> None:
             if directories.keys() != recorded.keys():
+                expected, found = (", ".join(sorted(uses)) or "nothing" for uses in (recorded, directories))
                 raise ConfigError(
-                    f"frozen weights of {_names(recorded)}, as in the checkpoint",
-                    f"of {_names(directories)}",
+                    f"frozen weights of {expected}, as in the checkpoint",
+                    f"of {found}",
                     "Set trainer.lora, trainer.critic and the reference as they were, "
                     "or start from the checkpoint's Hugging Face export.",
                 )
@@ -68,15 +66,6 @@ class FrozenWeights:
                     )
 
         self._ranks.on_leader(compare)
-
-    def _digest(self, directory: Path) -> str:
-        if directory not in self._digests:
-            self._digests[directory] = weights_digest(directory)
-        return self._digests[directory]
-
-
-def _names(uses: Mapping[str, object]) -> str:
-    return ", ".join(sorted(uses)) or "nothing"
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration", are_needed: bool = True) -> checkpoint.Checkpoint | None:
@@ -208,7 +197,6 @@ class RunSaves(Saves):
 
     def find_warm_start(self) -> checkpoint.Checkpoint | None:
         """The newest intact checkpoint of a warm start; None without one. Collective."""
-
         found = find_newest(self._ranks, self._root, WARM_START, are_needed=False)
         if found is not None:
             super()._check(found.facts)

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.log_reader import COMMITS_BOUND
 from polyreme.experience.metric_records import Line, ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import rpc
@@ -69,8 +70,7 @@ class ReplicaPool:
         self._connections: dict[str, ReplicaCalls] = {}
         self._paces: dict[str, Pace] = {}
         self._claims: set[Claim] = set()
-        self._served: dict[str, tuple[int, int]] = {}
-        self._stalls: dict[str, float] = {}
+        self._commits: dict[str, Line] = {}  # the newest of each replica, of as many as the log keeps
         self._term, self._published = 0, -1
         self._last_commit = "0"
         self._newest, self._shared_until = (0, -1), 0.0  # term and version; monotonic seconds
@@ -122,10 +122,10 @@ class ReplicaPool:
             self._last_commit = entry
             self._take_commit(commit)
             changed.add(commit["replica"])
-        for target in (self.targets[replica] for replica in changed & self.targets.keys()):
-            self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
-            served = self._served.get(target.id, (target.version, target.term))
-            if served != (target.version, target.term):
+        for replica in changed & self.targets.keys() & self._commits.keys():
+            target, commit = self.targets[replica], self._commits[replica]
+            self._paces[replica].stall = commit["stall_seconds"]
+            if (served := (commit["version"], commit["term"])) != (target.version, target.term):
                 target.version, target.term = served
                 target.backoff_until, target.failures = 0.0, 0
             newest = target.version if target.staged is None else target.staged
@@ -137,16 +137,17 @@ class ReplicaPool:
 
     def _take_commit(self, commit: Line) -> None:
         """Takes one entry of the commits: a replica has staged or committed a version."""
-        replica, version, term = commit["replica"], commit["version"], commit["term"]
-        target = self.targets.get(replica)
+        replica, term, target = commit["replica"], commit["term"], self.targets.get(commit["replica"])
         if commit["state"] == "staged":
-            served, served_term = self._served.get(replica, (-1, None))
-            if target is not None and served_term == term and served < version:
-                target.staged = version
+            served = self._commits.get(replica)
+            if target is not None and served and served["term"] == term and served["version"] < commit["version"]:
+                target.staged = commit["version"]
             return
-        self._served[replica] = (version, term)
+        self._commits.pop(replica, None)  # the newest is the last
+        self._commits[replica] = commit
+        if len(self._commits) > COMMITS_BOUND:
+            del self._commits[next(iter(self._commits))]
         self._term = max(self._term, term)
-        self._stalls[replica] = commit["stall_seconds"]
         if target is not None:
             target.staged = None
 
@@ -259,8 +260,7 @@ class ReplicaPool:
                 deadline = now + self._start_timeout
             elif now >= deadline:
                 raise UnavailableError(
-                    f"a rollout replica that serves version {min_version} "
-                    f"within rollout.start_timeout = {self._start_timeout:.0f} s",
+                    f"a replica that serves version {min_version} within rollout.start_timeout = {self._start_timeout:.0f} s",
                     self._describe(now),
                     "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
                 )

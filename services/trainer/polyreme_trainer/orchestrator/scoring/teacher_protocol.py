@@ -40,14 +40,14 @@ def parse(reply: Any, ids: Sequence[int], protocol: TeacherProtocol) -> TokenLog
         raise TeacherReplyError(f"expected one choice; found {str(reply)[:200]}") from None
     pairs = _prompt_logprobs(choice, ids) if protocol == "prompt_logprobs" else _echo(choice, len(ids))
     try:
-        logprobs = np.array([number for number, _ in pairs], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+        logprobs = np.array([number if type(number) in (int, float) else np.nan for number, _ in pairs], dtype=np.float64)
+    except OverflowError:
         raise TeacherReplyError(f"expected {len(ids) - 1} log-probabilities; found {str(pairs)[:200]}") from None
     wrong = ~np.isfinite(logprobs) | (logprobs > _ROUNDING) | (logprobs <= _IMPOSSIBLE)
     if wrong.any():
         place = int(np.flatnonzero(wrong)[0])
         raise TeacherReplyError(
-            f"expected a finite log-probability of token {place + 1}, id {ids[place + 1]}; found {logprobs[place]}"
+            f"expected a finite log-probability of token {place + 1}, id {ids[place + 1]}; found {repr(pairs[place][0])[:200]}"
         )
     return TokenLogprobs(logprobs.astype(np.float32), [str(text) for _, text in pairs])
 

@@ -70,7 +70,7 @@ class AgentSessions:
         https: bool,
     ) -> None:
         self._log, self._experience, self._settings, self._accounts = log, experience, settings, accounts
-        self._kept, self._tenants = OnlineSessions(run, settings.max_age), Tenants(log)
+        self._kept, self._tenants = OnlineSessions(run, max_age=0), Tenants(log)
         self._key, self._scheme = key, "https" if https else "http"
 
     @classmethod

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyreme.errors import PolyremeError, UnavailableError
+from polyreme.errors import PolyremeError, RunFailedError, UnavailableError
+from polyreme.process.supervisor import FINAL_CODES
 from polyreme.rundir.checkpoint_manifest import checkpoint_path
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import LeaderError, Ranks
@@ -100,27 +101,36 @@ def test_each_kind_keeps_its_own_newest(writer: CheckpointWriter, tmp_path: Path
     assert (numbers(tmp_path), numbers(tmp_path, "warm-start")) == ([2, 3], [5])
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(
+def test_a_full_disk_ends_the_run_and_says_what_is_needed(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older checkpoint stays, the partial files go, and the next save works once there is space."""
-    save(writer, tmp_path, 4)
+    """A restart would train to the same save again. The older checkpoint stays, what was written goes, and the next save works."""
+    root, exports = tmp_path / "checkpoints", {"": Export({"weight": torch.zeros(1 << 21)}, {"config.json": b"{}"})}
+    save(writer, root, 4)
     stage = atomic.stage
 
     def on_a_full_disk(path: Path) -> Path:
+        if path.name == "iteration-000008":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         temporary = stage(path)
-        (temporary / "state-0.pt").symlink_to("/dev/full")
+        if path.parent == root:
+            (temporary / "state-0.pt").symlink_to("/dev/full")
         return temporary
 
     with monkeypatch.context() as full:
         full.setattr(atomic, "stage", on_a_full_disk)
-        writer.start(order(tmp_path, 6))
-        with pytest.raises(OSError) as error:
+        writer.start(order(root, 6, hf_path=tmp_path / "hf" / "iteration-000006", exports=exports))
+        with pytest.raises(RunFailedError) as error:
             writer.finish(wait=True)
-    assert error.value.errno == errno.ENOSPC and "state-0.pt" in str(error.value)
-    assert numbers(tmp_path) == [4] and unfinished(tmp_path) == []
-    save(CheckpointWriter(writer._ranks), tmp_path, 8)
-    assert numbers(tmp_path) == [4, 8]
+        writer = CheckpointWriter(writer._ranks)
+        with pytest.raises(RunFailedError, match="iteration-000008"):
+            writer.start(order(root, 8))
+    assert error.value.exit_code in FINAL_CODES
+    assert "0.00783 GiB of iteration-000006" in error.value.expected and str(root) in error.value.expected
+    assert " GiB free" in error.value.found and "state-0.pt" in error.value.found
+    assert numbers(root) == [4] and unfinished(root) == [] and list((tmp_path / "hf").iterdir()) == []
+    save(writer, root, 8)
+    assert numbers(root) == [4, 8]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(
@@ -232,7 +242,7 @@ class Pipe:
 
 
 def test_a_rank_with_a_full_disk_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, pipe, raised = atomic.stage, Pipe(), list[Exception]()
+    stage, pipe, raised = atomic.stage, Pipe(), list[PolyremeError]()
 
     def with_a_full_disk_for_rank_1(path: Path) -> Path:
         temporary = stage(path)
@@ -258,6 +268,7 @@ def test_a_rank_with_a_full_disk_is_named_on_every_rank(tmp_path: Path, monkeypa
     other.start()
     save_on(0)
     other.join(GENEROUS)
-    assert {type(error) for error in raised} == {PolyremeError, LeaderError}
+    assert {type(error) for error in raised} == {RunFailedError, LeaderError}
+    assert {error.exit_code for error in raised} == {RunFailedError.exit_code}
     assert all("rank 1" in str(error) and "No space left" in str(error) for error in raised)
     assert numbers(tmp_path) == [] and unfinished(tmp_path) == []

@@ -62,6 +62,9 @@ def test_every_token_but_the_first_has_its_number(numbers: list[float]) -> None:
         ("prompt_logprobs", vllm(row(6, -1.0), None)),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, None))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, "x"))),
+        ("prompt_logprobs", vllm(row(6, -1.0), row(5, "-1.0"))),
+        ("prompt_logprobs", vllm(row(6, -1.0), row(5, False))),
+        ("prompt_logprobs", vllm(row(6, -1.0), row(5, [-1.0]))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, -(10**400)))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, math.nan))),
         ("prompt_logprobs", vllm(row(6, -1.0), row(5, -math.inf))),
@@ -71,6 +74,7 @@ def test_every_token_but_the_first_has_its_number(numbers: list[float]) -> None:
         ("echo", echo([None, -1.0])),
         ("echo", echo([None, -1.0, -1.0, -1.0, -1.0])),
         ("echo", echo([None, -1.0, None])),
+        ("echo", echo([None, -1.0, "-1.0"])),
     ],
 )
 def test_anything_else_is_refused_and_never_a_number(protocol: TeacherProtocol, reply: Any) -> None:
