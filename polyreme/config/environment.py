@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.section import Operational, Section
-from polyreme.config.security import SecurityConfig
+from polyreme.config.security import ServiceSection
 
 
 class McpServer(Section):
@@ -92,7 +92,7 @@ class OnlineConfig(Section):
     )
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(ServiceSection):
     file: Path | None = Field(
         None, description="Python file with a class that has `reset`, and `step` or tools, or with an agent's function."
     )
@@ -183,19 +183,8 @@ class EnvironmentConfig(Section):
         description="Maximum number of calls that a worker process makes at once, of different episodes of a class: coroutines"
         " as tasks of one event loop, other methods in a thread of their episode. 1: one after the other in the main thread.",
     )
-    worker_memory_mib: Operational[int] = Field(
-        4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."
-    )
-    worker_environment: Operational[list[str]] = Field(
-        [],
-        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API"
-        " key.",
-    )
     start_timeout: Operational[float] = Field(
         60.0, gt=0, description="Maximum seconds for loading the environment, and without any server."
-    )
-    security: Operational[SecurityConfig | None] = Field(
-        None, description="TLS and tokens of both ports. null: plain connections, for loopback only."
     )
 
     @field_validator("openenv", mode="before")

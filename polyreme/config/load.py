@@ -5,6 +5,7 @@ file means the same wherever a run starts. An error names the expected value, fo
 """
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from itertools import product
@@ -25,6 +26,10 @@ from polyreme.config.yaml_text import Tree, load_yaml
 from polyreme.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+
+class _RewardFile(Section):
+    reward: RewardConfig
 
 
 class _Name(str):
@@ -94,14 +99,7 @@ def load_reward_config(path: Path) -> RewardConfig:
         if (section := load_config(path).reward) is None:
             raise ConfigError(f"a section `reward` in {path}", "none: the run only distils a teacher", "Add the section.")
         return section
-    if isinstance(tree["reward"], dict):
-        resolve_paths(tree["reward"], RewardConfig, path.resolve().parent)
-    try:
-        return RewardConfig.model_validate(tree["reward"])
-    except ValidationError as error:
-        problems: list[ErrorDetails] = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
-        explained = "; ".join(_explain(problem, RunConfig) for problem in problems)
-        raise ConfigError(f"a valid reward section in {path}", explained, "Fix these keys.") from None
+    return load_as(_RewardFile, path).reward
 
 
 def data_columns(path: Path) -> tuple[str, str]:
@@ -196,7 +194,10 @@ def resolve_paths(tree: Tree, section: type[Section], base: Path) -> None:
 
 
 def _resolved(path: str, base: Path) -> str:
-    return str((base / Path(path).expanduser()).resolve())
+    try:
+        return str((base / Path(path).expanduser()).resolve())
+    except (ValueError, RuntimeError):  # a NUL, which validation refuses, another user's unknown home, or a circle of links
+        return str(base / path)
 
 
 def _resolved_or_name(path: str, base: Path) -> str:
@@ -204,7 +205,7 @@ def _resolved_or_name(path: str, base: Path) -> str:
     if isinstance(path, _Name):
         return path
     folder = path.partition("/")[0]
-    is_ours = (base / path).exists() or (base / folder).exists() or (base / "prepare.py").exists()
+    is_ours = any(os.path.exists(base / name) for name in (path, folder, "prepare.py"))
     return _Name(path) if split_name(path) is not None and not is_ours else _resolved(path, base)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from polyreme.config.named_input import MODEL
 from polyreme.config.section import Operational, Section
-from polyreme.config.security import EndpointSecurity, SecurityConfig
+from polyreme.config.security import EndpointSecurity, ServiceSection
 
 
 class RewardSpec(Section):
@@ -59,7 +59,7 @@ class RewardSpec(Section):
         return self.name or path or self.module or ",".join(self.urls)
 
 
-class RewardConfig(Section):
+class RewardConfig(ServiceSection):
     rewards: list[RewardSpec] = Field(min_length=1, description="Rewards. A score is the weighted sum of their values.")
     choose_by: str | None = Field(
         None, description="Column with the name of a row's reward, or a list of names. null: all rewards score every row."
@@ -71,21 +71,10 @@ class RewardConfig(Section):
     )
     item_timeout: float = Field(10.0, gt=0, description="Maximum seconds per item, without its time in the queue.")
     workers: Operational[int] = Field(1, ge=1, description="Worker processes for rewards that run inside the reward service.")
-    worker_memory_mib: Operational[int] = Field(
-        4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."
-    )
-    worker_environment: Operational[list[str]] = Field(
-        [],
-        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API"
-        " key.",
-    )
     queue: Operational[int] = Field(
         16384, ge=1, description="Maximum number of items in a reward server. It refuses further items."
     )
     special_tokens: list[str] = Field([], description="Special tokens to remove from the texts of foreign HTTP protocols.")
-    security: Operational[SecurityConfig | None] = Field(
-        None, description="TLS and tokens of both ports. null: plain connections, for loopback only."
-    )
     attempts: int = Field(3, ge=1, description="Score requests per attempt at a group.")
     start_timeout: Operational[float] = Field(
         60.0, gt=0, description="Maximum seconds for loading the rewards, and for the first server's registration."

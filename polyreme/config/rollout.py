@@ -96,7 +96,7 @@ class RolloutConfig(Section):
         description="Token budget of a sample in an iteration (partial rollouts). A longer response pauses, and the next version"
         " continues it, up to max_staleness. null: no limit.",
     )
-    max_model_len: int = Field(ge=2, description="Maximum length of prompt plus response, in tokens.")
+    max_model_len: int = Field(ge=2, le=10**9, description="Maximum length of prompt plus response, in tokens.")
     temperature: float = Field(
         1.0,
         ge=0.01,

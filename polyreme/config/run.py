@@ -131,22 +131,22 @@ class RunConfig(BaseConfig):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
         self._check_step_tokens()
-        self._check_orchestrators()
-        if self.device == "cpu":
-            self._check_vllm_on_cpu()
-        elif self.rollout.cpu_sleep == "end":
+        if self.trainer.orchestrators > self.rollout.max_num_seqs:
+            raise ValueError(
+                f"trainer.orchestrators = {self.trainer.orchestrators} exceeds rollout.max_num_seqs ="
+                f" {self.rollout.max_num_seqs}, which they share; use fewer"
+            )
+        if self.device == "cpu" and self.rollout.vllm.speculative is not None:
+            raise ValueError(
+                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports wrong log-probabilities, and"
+                " samples other tokens for the same seed; use null"
+            )
+        if self.device != "cpu" and self.rollout.cpu_sleep == "end":
             raise ValueError(
                 "rollout.cpu_sleep = end needs device: cpu; on accelerators, a sleeping engine frees their memory, see"
                 " rollout.vllm.sleep_level; use pause"
             )
         return self
-
-    def _check_vllm_on_cpu(self) -> None:
-        if self.rollout.vllm.speculative is not None:
-            raise ValueError(
-                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports wrong log-probabilities, and"
-                " samples other tokens for the same seed; use null"
-            )
 
     def _check_step_tokens(self) -> None:
         """Raises ValueError unless a step can hold what it must."""
@@ -193,19 +193,6 @@ class RunConfig(BaseConfig):
                 f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts}"
                 f" tokens before it is too old; {key} = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget"
                 f" of {-(-longest // parts)}"
-            )
-
-    def _check_orchestrators(self) -> None:
-        count = self.trainer.orchestrators
-        if count > self.rollout.max_num_seqs:
-            raise ValueError(
-                f"trainer.orchestrators = {count} exceeds rollout.max_num_seqs = {self.rollout.max_num_seqs}, which they share;"
-                " use fewer"
-            )
-        if count > 1 and self.environment is not None and self.environment.online is not None:
-            raise ValueError(
-                f"trainer.orchestrators = {count} has no effect with environment.online, whose groups one orchestrator makes;"
-                " use 1"
             )
 
     def _check_what_is_learned_from(self) -> None:
@@ -270,6 +257,7 @@ class RunConfig(BaseConfig):
                 each.environment is None for each in self.evaluation_sets
             ),
             "placement: colocated, since the product's requests would wait for the learner": self.placement == "colocated",
+            "trainer.orchestrators above 1, since one orchestrator makes all its groups": self.trainer.orchestrators > 1,
             "dynamic sampling": self.recipe.dynamic_sampling,
             "algorithm.skip_prompts": self.recipe.skip_prompts is not None,
             "an advantage with a greedy baseline": self.recipe.advantage.needs_greedy,

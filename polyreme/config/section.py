@@ -4,15 +4,31 @@ Invariant: every property of a field is declared on the field. Its type decides 
 YAML file's folder), and the mark `Operational` states that it does not affect the trained weights, except by rounding.
 """
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 Value = TypeVar("Value")
+
+
+def _kept(value: object) -> object:
+    """The value of a field. Raises ValueError for what no file name, message or record holds; sections check their own fields."""
+    if isinstance(value, list | tuple | Mapping):
+        for each in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            _kept(each)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("Input should be an integer of at most 64 bits")
+    elif isinstance(value, str | Path) and re.search(r"[\0\ud800-\udfff]", str(value)):
+        raise ValueError("Input should be text without NUL and without halves of UTF-16 characters")
+    elif isinstance(value, Path) and (len(name := os.fsencode(value)) > 4095 or max(map(len, name.split(b"/"))) > 255):
+        raise ValueError("Input should be a path of at most 4095 bytes, with at most 255 between two slashes")
+    return value
 
 
 class _OperationalMark:
@@ -33,6 +49,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     filled_by: ClassVar[str | None] = None
+
+    _checks_every_field = field_validator("*")(_kept)
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from polyreme.config.section import Section
+from polyreme.config.section import Operational, Section
 
 
 class EndpointSecurity(Section):
@@ -55,3 +55,19 @@ class SecurityConfig(Section):
         if self.mutual and self.ca is None:
             raise ValueError("`mutual` needs `ca`: otherwise every holder of a certificate from a public CA could call")
         return self
+
+
+class ServiceSection(Section):
+    """A service whose worker processes run code of users."""
+
+    worker_memory_mib: Operational[int] = Field(
+        4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."
+    )
+    worker_environment: Operational[list[str]] = Field(
+        [],
+        description="Names of environment variables to pass to worker processes in addition to the usual ones, such as an API"
+        " key.",
+    )
+    security: Operational[SecurityConfig | None] = Field(
+        None, description="TLS and tokens of both ports. null: plain connections, for loopback only."
+    )

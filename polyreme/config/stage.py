@@ -13,46 +13,19 @@ from polyreme.config.data import TextConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.named_input import MODEL
 from polyreme.config.section import Operational, Section
-from polyreme.config.trainer import (
-    LORA,
-    RECOMPUTE,
-    SAVE_MINUTES,
-    SAVE_MINUTES_KEY,
-    LoraConfig,
-    MoeConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Recompute,
-    save_seconds,
-)
+from polyreme.config.trainer import CommonTrainer, MoeConfig
 
 
-class StageTrainer(Section):
+class StageTrainer(CommonTrainer):
     """Ranks, optimizer, batches and checkpoints of a stage."""
 
-    parallel: ParallelConfig = ParallelConfig()
-    micro_batch_tokens: int = Field(
-        8192, ge=1, description="Maximum tokens of one micro-batch. A longer row forms its own micro-batch."
-    )
-    recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
-    offload: OffloadConfig = OffloadConfig()
-    optimizer: OptimizerConfig
-    lora: LoraConfig | None = Field(None, description=LORA)
     moe: MoeConfig = MoeConfig()
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
     epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data when `steps` is null.")
     steps: Operational[int | None] = Field(None, ge=1, description="Number of optimizer steps. null: set by `epochs`.")
-    save_interval: Operational[int] = Field(
-        0, ge=0, description="Steps between checkpoints. The last step is always saved. 0: see `save_minutes`."
-    )
-    save_minutes: Operational[float | None] = Field(
-        None, ge=0, description=SAVE_MINUTES_KEY.format(unit="a step", default=SAVE_MINUTES)
-    )
     eval_interval: Operational[int] = Field(
         0, ge=0, description="Steps between evaluations. 0: only before the first step and after the last."
     )
-    keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep on disk.")
     max_restarts: Operational[int] = Field(
         3,
         ge=0,
@@ -68,16 +41,11 @@ class StageTrainer(Section):
             raise ValueError("`optimizer.min_lr` is above `optimizer.lr`")
         return self
 
-    @property
-    def save_seconds(self) -> float:
-        """Seconds between a checkpoint and the next one; 0: no checkpoint by time."""
-        return save_seconds(self.save_interval, self.save_minutes)
-
 
 class ConversationData(TextConfig):
     """Prompts with answers."""
 
-    max_tokens: int = Field(1024, ge=2, description="Maximum conversation length in tokens.")
+    max_tokens: int = Field(1024, ge=2, le=10**9, description="Maximum conversation length in tokens.")
     overlong: Literal["filter", "error"] = Field("filter", description="What to do with a row longer than max_tokens.")
 
 

@@ -42,7 +42,7 @@ class ParallelConfig(Section):
         None, ge=1, description="Expert-tensor-parallel size: ranks that share each expert's weights. Default: `tensor`."
     )
     nodes: Operational[int] = Field(
-        1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
+        1, ge=1, le=10**5, description="Machines that share the ranks evenly. All but the trainer's run `polyreme learner`."
     )
     threads: Operational[int] = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
 
@@ -149,9 +149,6 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-LORA = "Low-rank adapters: in every trained model, only the adapters and a value head are trained. null: all weights are trained."
-
-
 class OffloadConfig(Section):
     """Offload of state that is not in use to the host's memory. The weights have the same bits with every setting."""
 
@@ -170,17 +167,41 @@ class OffloadConfig(Section):
 
 SAVE_MINUTES = 10.0
 """Default minutes between checkpoints: the loss when a run or a stage is killed."""
-SAVE_MINUTES_KEY = (
-    "Minutes after which another checkpoint follows the newest one, at the end of {unit}."
-    " 0: never. null: {default:g} if `save_interval` is 0, else never."
-)
 
 
-def save_seconds(interval: int, minutes: float | None) -> float:
-    """Seconds between a checkpoint and the next, from the keys `save_interval` and `save_minutes`; 0: no checkpoint by time."""
-    if minutes is None:
-        return 0.0 if interval else 60 * SAVE_MINUTES
-    return 60 * minutes
+class CommonTrainer(Section):
+    """The ranks and checkpoints of a run or a stage."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="Maximum tokens per micro-batch. A longer sample or row gets its own micro-batch."
+    )
+    recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
+    offload: OffloadConfig = OffloadConfig()
+    optimizer: OptimizerConfig
+    lora: LoraConfig | None = Field(
+        None,
+        description="Low-rank adapters: in every trained model, only the adapters and a value head are trained. null: all weights"
+        " are trained.",
+    )
+    save_interval: Operational[int] = Field(
+        0,
+        ge=0,
+        description="Iterations, or steps of a stage, between checkpoints. The last one is always saved. 0: see `save_minutes`.",
+    )
+    save_minutes: Operational[float | None] = Field(
+        None,
+        ge=0,
+        description="Minutes after which another checkpoint follows the newest one, at the end of an iteration or a stage's step."
+        f" 0: never. null: {SAVE_MINUTES:g} if `save_interval` is 0, else never.",
+    )
+    keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds between a checkpoint and the next one; 0: no checkpoint by time."""
+        minutes = 0.0 if self.save_interval else SAVE_MINUTES
+        return 60 * (minutes if self.save_minutes is None else self.save_minutes)
 
 
 class MoeConfig(Section):
@@ -245,15 +266,7 @@ class SftPhase(Section):
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
 
 
-class TrainerConfig(Section):
-    parallel: ParallelConfig = ParallelConfig()
-    micro_batch_tokens: int = Field(
-        8192, ge=1, description="Maximum tokens per micro-batch. A longer sample gets its own micro-batch."
-    )
-    recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
-    offload: OffloadConfig = OffloadConfig()
-    optimizer: OptimizerConfig
-    lora: LoraConfig | None = Field(None, description=LORA)
+class TrainerConfig(CommonTrainer):
     moe: RunMoeConfig = RunMoeConfig()
     critic: CriticConfig = CriticConfig()
     ema_decay: float | None = Field(
@@ -264,13 +277,6 @@ class TrainerConfig(Section):
         " none.",
     )
     sft: list[SftPhase] = Field([], description="Phases of the warm start, which run once before the first iteration.")
-    save_interval: Operational[int] = Field(
-        0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: see `save_minutes`."
-    )
-    save_minutes: Operational[float | None] = Field(
-        None, ge=0, description=SAVE_MINUTES_KEY.format(unit="an iteration", default=SAVE_MINUTES)
-    )
-    keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
     straggler_timeout: float = Field(
         600.0,
         gt=0,
@@ -289,8 +295,3 @@ class TrainerConfig(Section):
         description="Maximum restarts per process: each server, the run's own Redis, the trainer, the orchestrator, the learner"
         " (all ranks together). The count resets after five minutes of healthy uptime.",
     )
-
-    @property
-    def save_seconds(self) -> float:
-        """Seconds between a checkpoint and the next one; 0: no checkpoint by time."""
-        return save_seconds(self.save_interval, self.save_minutes)

@@ -167,16 +167,21 @@ def render(
     foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):
         parts.append(_line(times))
-    if rewards := [record.metrics["reward/mean"] for record in progress.recent]:
+    rewards = [record.metrics["reward/mean"] for record in progress.recent]
+    if rewards:
         sparks = sparkline(rewards[-min(60, max(1, width - 18)) :])
         parts.append(_line(f"reward   {sparks}  {rewards[-1]:.3f}", "green"))
         if len(by_part := progress.reward_parts()) > 1:
             parts.append(_line("parts    " + "  ".join(f"{name} {value:.3f}" for name, value in by_part.items()), "green"))
+    if height < len(parts) + (3 if rewards else len(foot)):  # no room for the table: the state and the newest of the foot
+        parts, rewards, foot = parts[:1], [], foot[max(0, len(foot) + 1 - height) :]
+    if rewards:
         if sample and size[1] >= _TALL:
             foot = _sample_lines(sample, width) + foot
         foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row have priority
         parts.append(_table(progress, min(RECENT, max(1, height - len(parts) - len(foot) - 1)), width))
-    return Panel(Group(*parts, *foot), border_style="blue")
+    whole = Group(*parts, *foot)
+    return Panel(whole, border_style="blue") if height > 0 else whole
 
 
 def _times(config: RunConfig, progress: Progress, now: float) -> str:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Registry
 from polyreme.experience.metric_records import Line
-from polyreme.experience.run import Run, RunState
+from polyreme.experience.run import ENDED, Run
 from polyreme.experience.scripts import key
 from polyreme.experience.store import connected
 from polyreme.process.lifecycle import stop_event
@@ -29,7 +29,7 @@ class ListedRun:
     """A run as its Redis describes it.
 
     Attributes:
-        run_id, state, reason: as in `Run`.
+        run_id, state, reason: as in `Run.recorded_state`.
         iteration: the newest trained iteration; 0 before the first.
         iterations: the configured number.
         replicas: ids of the registered rollout servers, sorted; empty for a run that has ended.
@@ -37,7 +37,7 @@ class ListedRun:
     """
 
     run_id: str
-    state: RunState
+    state: str
     reason: str
     iteration: int
     iterations: int
@@ -56,11 +56,11 @@ async def run_ids(redis: Redis) -> list[str]:
 async def list_run(redis: Redis, run_id: str, records: int = 500) -> ListedRun:
     """Describes a run with at most `records` of its newest records. Raises UnavailableError when this Redis does not have it."""
     run = Run(redis, run_id)
-    state, reason = await run.state()
+    state, reason = await run.recorded_state()
     _, _, iterations, version = await run.redis.hmget(run.key("meta"), *_META)
     entries = await run.redis.xrevrange(run.key("metrics"), count=records)
     newest = [{"id": at.decode(), **json.loads(fields[b"json"])} for at, fields in reversed(entries)]
-    live = () if state.ended else tuple(lease.id for lease in await Registry(run).leases("rollout"))
+    live = () if state in ENDED else tuple(lease.id for lease in await Registry(run).leases("rollout"))
     return ListedRun(run_id, state, reason, max(0, int(version or 0)), int(iterations or 0), live, newest)
 
 

@@ -48,7 +48,11 @@ class RunState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        return self in (RunState.DONE, RunState.STOPPED, RunState.FAILED)
+        return self in ENDED
+
+
+ENDED = (RunState.DONE, RunState.STOPPED, RunState.FAILED)
+"""Equal to their texts. A state that only a newer release knows counts as not ended."""
 
 
 class Run:
@@ -202,11 +206,20 @@ class Run:
     # -- its state
 
     async def state(self) -> tuple[RunState, str]:
-        """The state and a reason for `failed`, `stopped` or `draining` (else ''). Raises UnavailableError for an unknown run."""
+        """The state and a reason for `failed`, `stopped` or `draining` (else ''). Raises UnavailableError if one is unknown."""
+        name, reason = await self.recorded_state()
+        try:
+            return RunState(name), reason
+        except ValueError:
+            do = f"Use the release that started run {self.run_id}."
+            raise UnavailableError(f"one of the states {', '.join(RunState)}", repr(name), do) from None
+
+    async def recorded_state(self) -> tuple[str, str]:
+        """As `state`, also a state that only a newer release knows. Raises UnavailableError for an unknown run."""
         name, reason = await self.redis.hmget(self.key("meta"), "state", "reason")
         if name is None:
             raise UnavailableError(f"run {self.run_id} in Redis", "no record of it", "Check the run id and the Redis URL.")
-        return RunState(name.decode()), (reason or b"").decode()
+        return name.decode(), (reason or b"").decode()
 
     async def is_current(self) -> bool:
         """Whether this is the newest run and has not ended. If not, a server of the newest run must look for another one."""

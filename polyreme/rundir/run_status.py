@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyreme.experience.listing import ListedRun
 from polyreme.experience.metric_records import Line
-from polyreme.experience.run import RunState
+from polyreme.experience.run import ENDED
 from polyreme.rundir.progress import Progress, stream_time
 from polyreme.rundir.reader import RunReader
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, Settings, read_run_file
@@ -22,7 +22,7 @@ class RunStatus:
     Attributes:
         run_id: id of the run.
         place: its run directory, or the URL of its Redis.
-        state: a RunState, or `interrupted`: its processes ended without setting a final state.
+        state: a RunState, a state of a newer release, or `interrupted`: its processes ended without setting a final state.
         reason: reason for the state, or for a run that is done that it has learned nothing, or what a run waits for; else ''.
         iteration, iterations: the newest trained iteration (of a stage: step) and the configured number; None when it is unknown.
         replayed: while the iterations (of a stage: steps) after the newest checkpoint are repeated after a resume, the newest
@@ -51,7 +51,7 @@ class RunStatus:
     @property
     def ended(self) -> bool:
         """Whether no process of the run is running."""
-        return self.state == "interrupted" or RunState(self.state).ended
+        return self.state in ("interrupted", *ENDED)
 
 
 def directory_status(run_dir: Path) -> RunStatus:
@@ -71,8 +71,8 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
     return RunStatus(
         run_id=listed.run_id,
         place=url,
-        state=str(listed.state),
-        reason=listed.reason or ("" if listed.state.ended else progress.waiting),
+        state=listed.state,
+        reason=listed.reason or ("" if listed.state in ENDED else progress.waiting),
         iteration=listed.iteration,
         iterations=listed.iterations,
         replayed=progress.replayed,
@@ -80,7 +80,7 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
         value=progress.score(),
         reward=progress.last.metrics["reward/mean"] if progress.last else None,
         replicas={name: progress.versions.get(name) for name in listed.replicas},
-        orchestrators={} if listed.state.ended else progress.orchestrators(),
+        orchestrators={} if listed.state in ENDED else progress.orchestrators(),
         updated=progress.time or None,
     )
 

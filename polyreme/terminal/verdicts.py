@@ -77,9 +77,9 @@ def packages_verdict(subject: str, versions: Mapping[str, str | None], install: 
 
 
 def shared_memory_verdict(free: int, total: int) -> Verdict:
-    """Checks that /dev/shm can hold an arena. free, total: bytes."""
-    found = f"{free / GIB:,.1f} GiB free of {total / GIB:,.1f}"
-    advice = "Enlarge it to three times the model's weights (docker: shm_size; kubernetes: an emptyDir with medium Memory)."
+    """Checks that /dev/shm can hold an arena. free, total: bytes; 0 when there is none."""
+    found = f"{free / GIB:,.1f} GiB free of {total / GIB:,.1f}" if total else "none"
+    advice = "Give it three times the model's weights (docker: shm_size; kubernetes: an emptyDir with medium Memory)."
     if free >= _SHARED_GIB * GIB:
         return Verdict("ok", "/dev/shm", found)
     return Verdict("missing" if free < 2**26 else "note", "/dev/shm", found, advice)

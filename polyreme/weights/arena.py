@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,15 @@ def arena_path(run_id: str, part: int = 0) -> Path:
     return SHARED_MEMORY / f"polyreme-{run_id}-weights-{part}"
 
 
+def shared_memory(folder: Path = SHARED_MEMORY) -> tuple[int, int]:
+    """The free and all bytes of shared memory; 0 where a machine has none."""
+    try:
+        room = shutil.disk_usage(folder)
+    except OSError:
+        return 0, 0
+    return room.free, room.total
+
+
 def identity(path: str | Path) -> tuple[int, int]:
     """Device and inode of the file at `path`. Raises ArenaError when there is none."""
     try:
@@ -245,10 +255,10 @@ def _allocate(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        room = os.statvfs(SHARED_MEMORY)
+        free, total = shared_memory()
         raise ConfigError(
             f"{size / 2**20:.0f} MiB of shared memory for the weights in {SHARED_MEMORY}",
-            f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB free of {room.f_blocks * room.f_frsize / 2**20:.0f}",
+            f"{free / 2**20:.0f} MiB free of {total / 2**20:.0f}",
             "Enlarge it (docker: shm_size; kubernetes: an emptyDir with medium Memory), or remove files from it.",
         ) from None
 

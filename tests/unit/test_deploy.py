@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.isolation.sandbox.program import Limits
 from polyreme.rundir.progress import SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +155,15 @@ def test_the_reward_service_may_make_sandboxes_and_little_else() -> None:
     assert not refused & {"clone", "clone3", "unshare", "mount", "umount2", "pivot_root", "prctl", "seccomp", "capset"}
     assert not [name for name in refused if name.startswith("landlock_")]
     assert {"bpf", "keyctl", "kexec_load", "perf_event_open", "io_uring_setup", "setns", "userfaultfd", "init_module"} <= refused
+
+
+def test_code_of_users_starts_only_so_many_processes() -> None:
+    """What the sandbox and the workers allow fits, and a loop of forks leaves the host some of its 32,768 default ids."""
+    limits = {name: service["pids_limit"] for name, service in SERVICES.items() if "pids_limit" in service}
+    assert limits.keys() == {"reward", "environment"}
+    program, own = Limits(seconds=1, memory_mib=1).threads + 3, 256
+    assert 64 * program + own <= limits["reward"]
+    assert EnvironmentConfig.model_fields["episodes"].default * (program + 1) + own <= limits["environment"] <= 20_000
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed; .ci/deploy installs it")

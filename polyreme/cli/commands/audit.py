@@ -1,9 +1,11 @@
 """`polyreme audit`: accounts for every group of a run's experience log.
 
-Invariant: an audit changes no run. It reads the Redis of a running run, or starts the stored one of a run that has ended.
+Invariant: an audit writes nothing to a run. It reads the Redis of a running run, or starts a copy of the one of an ended run.
 """
 
 import asyncio
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +15,12 @@ from polyreme.errors import ConfigError
 from polyreme.experience.audit import audit_main
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.net.redis_url import redis_option, without_password
-from polyreme.rundir.run_directory import EMBEDDED, NO_REDIS, RunFile, no_run, owned, read_run_file, redis_of, unused
+from polyreme.rundir.run_directory import EMBEDDED, NO_REDIS, no_run, read_run_file, redis_of, unused
 
 
 def audit(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Directory of a run, running or ended. Starts the run's own Redis if needed.")
+        Path | None, typer.Argument(help="Directory of a run, running or ended. Starts a copy of the run's own Redis if needed.")
     ] = None,
     redis: Annotated[str | None, redis_option("Redis of the run.")] = None,
     run: Annotated[str | None, typer.Option(help="Run id. Default: the directory's run, or the newest one in Redis.")] = None,
@@ -30,17 +32,16 @@ def audit(
     if found and found.redis == NO_REDIS:
         raise ConfigError(f"a run with an experience log at {run_dir}", "a stage, which has none", "Pass the directory of a run.")
     run_id = run or (found.run_id if found else None)
-    if address := redis or (run_dir and found and _live(run_dir, found)):
+    if address := redis or (found and found.redis != EMBEDDED and without_password(found.redis)):
         raise typer.Exit(asyncio.run(audit_main(address, run_id)))
     if run_dir is None or found is None:
         raise ConfigError("a run to audit", "neither a run directory nor --redis", "Pass one of them.")
-    with owned(run_dir), EmbeddedServer.start(run_dir / "redis") as server:
-        raise typer.Exit(asyncio.run(audit_main(server.url, run_id)))
-
-
-def _live(run_dir: Path, found: RunFile) -> str | None:
-    """URL of the directory's Redis if it is up: an external one, or that of a run in progress. Otherwise None."""
-    if found.redis != EMBEDDED:
-        return without_password(found.redis)
-    with unused(run_dir) as free:
-        return None if free else redis_of(run_dir, found)
+    with unused(run_dir) as free, tempfile.TemporaryDirectory() as folder:
+        if not free:
+            raise typer.Exit(asyncio.run(audit_main(redis_of(run_dir, found), run_id)))
+        try:
+            shutil.copytree(run_dir / "redis", copy := Path(folder, "redis"))
+        except OSError as error:
+            raise ConfigError(f"a copy of {run_dir / 'redis'} in {folder}", str(error), "Set TMPDIR, or fix this.") from None
+        with EmbeddedServer.start(copy) as server:
+            raise typer.Exit(asyncio.run(audit_main(server.url, run_id)))

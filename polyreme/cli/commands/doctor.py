@@ -36,7 +36,7 @@ from polyreme.rundir.log_lines import log_files, newest_attempt
 from polyreme.rundir.run_directory import no_run, read_run_file
 from polyreme.rundir.run_records import check_new_file, write_atomically
 from polyreme.terminal import verdicts as judge
-from polyreme.weights.arena import SHARED_MEMORY
+from polyreme.weights.arena import shared_memory
 
 GROUP = "polyreme.doctor"
 _HUB_SECONDS = 3.0
@@ -97,8 +97,7 @@ def examine(device: str | None, redis: str | None, ports: list[int], directory: 
     installed = {name: judge.installed_version(name) for name in ("polyreme", *SERVICES)}
     yield judge.packages_verdict("polyreme", installed, "Install what this machine runs: pip install ./services/NAME.")
     yield judge.memory_verdict(memory_limit())
-    room = os.statvfs(SHARED_MEMORY)
-    yield judge.shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
+    yield judge.shared_memory_verdict(*shared_memory())
     yield judge.disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
     yield judge.temp_verdict(temp_facts())
     yield judge.hub_verdict(hub_address(), os.environ.get("HF_HOME", "~/.cache/huggingface"), hub_failure(hub_address()))
@@ -158,12 +157,8 @@ def redis_failure(url: str | None) -> str | None:
         if url is not None:
             asyncio.run(reach(url))
             return None
-        with tempfile.TemporaryDirectory() as folder:
-            server = EmbeddedServer.start(Path(folder))
-            try:
-                asyncio.run(reach(server.url))
-            finally:
-                server.stop()
+        with tempfile.TemporaryDirectory() as folder, EmbeddedServer.start(Path(folder)) as server:
+            asyncio.run(reach(server.url))
     except PolyremeError as error:
         return str(error)
     return None

@@ -86,7 +86,7 @@ class AlgorithmConfig(Recipe):
             return tree
         own = {key: value for key, value in tree.items() if key not in Recipe.model_fields or key == "correction"}
         overrides = {key: value for key, value in tree.items() if key not in own}
-        recipe = resolve(own.get("preset", "grpo"), overrides)
+        recipe = resolve(str(own.get("preset", "grpo")), overrides)
         return {**recipe.model_dump(exclude={"correction"}), **own}
 
     @property

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from polyreme.errors import ConfigError
 from polyreme.experience.metric_records import Line
+from polyreme.experience.run import ENDED
 from polyreme.rundir.reader import samples
 from polyreme.rundir.reader.index import Index, read_meta
 from polyreme.rundir.reader.samples import Sample, SampleQuery
@@ -45,7 +46,6 @@ _NEWEST = (
     "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id)"
     " ORDER BY name"
 )
-_ENDED = ("done", "stopped", "failed")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RunReader:
         """The fields of summary.json with the current `state`: `interrupted` if the run did not end and no process owns it."""
         fields = read_summary(self.run_dir)
         fields = fields if fields.get("run") == self.run_id else {"run": self.run_id, "state": "starting", "reason": ""}
-        if fields.get("state") not in _ENDED:
+        if fields.get("state") not in ENDED:
             with unused(self.run_dir) as free:
                 if free:
                     fields |= {"state": "interrupted", "reason": "the process that trained it is gone; --resume continues it"}

@@ -21,7 +21,7 @@ async def test_every_run_is_listed_once(redis: Redis, run: Run, run_id: str, tmp
     assert {run_id, other.run_id} <= set(await run_ids(redis))
     listed = {each.run_id: each for each in await list_runs(redis)}
     assert removed.run_id not in listed
-    assert listed[run_id].state is RunState.STARTING and listed[run_id].iterations == 1000
+    assert listed[run_id].state == RunState.STARTING and listed[run_id].iterations == 1000
     with pytest.raises(UnavailableError):
         await list_run(redis, "missing")
 
@@ -40,3 +40,11 @@ async def test_a_live_run_has_replicas_and_an_ended_one_a_reason(redis: Redis, r
         await run.set_state(RunState.FAILED, "no disk")
         ended = redis_status(await list_run(redis, run.run_id), "redis://h:6379")
     assert (ended.state, ended.reason, ended.replicas) == ("failed", "no disk", {})
+
+
+async def test_a_state_of_a_newer_release_is_listed_and_refused(redis: Redis, run: Run) -> None:
+    await redis.hset(run.key("meta"), "state", "resharding")
+    status = redis_status(await list_run(redis, run.run_id), "redis://h:6379")
+    assert (status.state, status.ended) == ("resharding", False)
+    with pytest.raises(UnavailableError, match="'resharding'"):
+        await run.state()

@@ -66,7 +66,7 @@ def test_orchestrators_decide_no_weights_and_need_something_to_share(tree: dict[
         config(3, rollout={**tree["rollout"], "max_num_seqs": 2})
     sessions: dict[str, Any] = {"reward": None, "environment": {"online": {}}, "max_staleness": 1}
     assert config(1, **sessions).environment
-    with pytest.raises(ConfigError, match=r"trainer\.orchestrators = 2 has no effect"):
+    with pytest.raises(ConfigError, match=r"does not go with trainer\.orchestrators above 1"):
         config(2, **sessions)
 
 
@@ -191,6 +191,42 @@ def test_an_invalid_value_is_an_error_that_shows_it(tree: dict[str, Any], tmp_pa
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, tree), [override])
     assert found in caught.value.found
+
+
+PATHS = [
+    "output_dir",
+    "model.path",
+    "data.train",
+    "data.eval",
+    "trainer.critic.path",
+    "reward.rewards.0.file",
+    "algorithm.source.file",
+]
+PLAIN = [
+    "data.system",
+    "security.token_env",
+    "algorithm.preset",
+    "seed",
+    "rollout.replicas",
+    "data.max_prompt_tokens",
+    "eval_best",
+]
+
+
+@pytest.mark.parametrize("key", PATHS + PLAIN)
+def test_no_key_takes_what_no_record_or_file_name_holds(tree: dict[str, Any], tmp_path: Path, key: str) -> None:
+    file, absurd = (
+        written(tmp_path, tree),
+        ['"a\\0b"', '"a\\ud800b"', "1" + 22 * "0", *([300 * "x", 2500 * "x/"] if key in PATHS else ())],
+    )
+    for value in absurd:
+        with pytest.raises(ConfigError):
+            load_config(file, [f"{key}={value}"])
+
+
+def test_a_path_below_an_unknown_home_is_an_ordinary_path(tree: dict[str, Any], tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, tree), ["output_dir=~nobody-has-this-name/runs"])
+    assert config.output_dir == Path.cwd() / "~nobody-has-this-name/runs"
 
 
 @pytest.mark.parametrize(

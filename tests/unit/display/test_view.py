@@ -108,6 +108,23 @@ def test_the_view_stays_within_the_terminal(config: RunConfig, size: tuple[int, 
     assert any(line.split()[1:3] == ["30", "0.750"] for line in lines)
 
 
+@pytest.mark.parametrize("trained", [0, 30])
+@pytest.mark.parametrize("columns", [8, 20, 80])
+def test_the_view_stays_within_a_terminal_of_few_lines(config: RunConfig, columns: int, trained: int) -> None:
+    progress = progress_of(
+        {"kind": "start", "start": 1, "time": 1.0},
+        *[{"kind": "notice", "time": 9.0, "service": "orchestrator", "text": "a notice"} for _ in range(3)],
+        *[iteration(number) for number in range(1, trained + 1)],
+        *[{"kind": "alarm", "time": 9.0, "text": f"slow {number}"} for number in range(3)],
+    )
+    for height in range(2, 14):
+        lines = shown(config, progress, (columns, height), now=10.0).splitlines()
+        assert len(lines) < height and all(len(line) <= columns for line in lines), height
+        assert any("run" in line for line in lines) and (height < 5 or any("slow 2" in line or columns == 8 for line in lines)), (
+            height
+        )
+
+
 def test_the_accuracy_before_training_is_seen(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
     with console.capture() as captured:

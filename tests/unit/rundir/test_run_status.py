@@ -46,6 +46,15 @@ def test_a_running_run_shows_its_replicas_until_its_process_dies(tmp_path: Path)
     assert "--resume" in dead.reason and dead.ended
 
 
+def test_a_state_of_a_newer_release_is_shown(tmp_path: Path) -> None:
+    run_dir = record_run(tmp_path, end=None)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"state": "resharding"}))
+    with owned(run_dir):
+        status = directory_status(run_dir)
+    assert (status.state, status.ended, status.replicas) == ("resharding", False, {"rollout-a": 3})
+
+
 def test_looking_locks_no_finished_run(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locks: list[int] = []
     counting = SimpleNamespace(flock=lambda _, kind: locks.append(kind), LOCK_SH=fcntl.LOCK_SH, LOCK_NB=fcntl.LOCK_NB)

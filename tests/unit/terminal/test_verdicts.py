@@ -1,6 +1,7 @@
 """Each verdict of `polyreme doctor` follows from its facts."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,7 @@ from polyreme.terminal.verdicts import (
     shared_memory_verdict,
     temp_verdict,
 )
+from polyreme.weights.arena import shared_memory
 
 
 def check(verdict: Verdict, level: str) -> None:
@@ -49,6 +51,14 @@ def test_packages_that_are_missing_are_named_beside_those_that_are_there() -> No
 @pytest.mark.parametrize(("free", "level"), [(8 * GIB, "ok"), (GIB // 2, "note"), (2**25, "missing")])
 def test_shared_memory(free: int, level: str) -> None:
     check(shared_memory_verdict(free, 16 * GIB), level)
+
+
+def test_a_machine_without_shared_memory_lacks_it(tmp_path: Path) -> None:
+    verdict = shared_memory_verdict(*shared_memory(tmp_path / "shm"))
+    check(verdict, "missing")
+    assert verdict.found == "none"
+    free, total = shared_memory(tmp_path)
+    assert 0 < free <= total
 
 
 @pytest.mark.parametrize(("free", "level"), [(100 * GIB, "ok"), (GIB, "note")])

@@ -4,6 +4,7 @@ Invariant: a kind of parallelism divides the estimate in this module only. The o
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from polyreme.config.trainer import ParallelConfig
@@ -50,7 +51,7 @@ class Sharding:
         return self.rank.pp_rank == self.rank.pp - 1
 
 
-def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
+def shardings(arch: Architecture, parallel: ParallelConfig) -> Iterator[Sharding]:
     """The different shares of the layout: one for each pipeline stage. All ranks of a stage hold the same amount.
 
     With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for
@@ -60,13 +61,11 @@ def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline
     experts = 0 if parallel.expert_tensor in (None, parallel.tensor) else parallel.expert_tensor
-    result = []
     for stage in range(stages):
         rank = Rank(0, parallel.tensor, stage, stages, 0, parallel.expert, vpp=virtual, etp=experts)
         later = stages - stage - 1
         alive = 1 + (later if virtual == 1 else 2 * later + (virtual - 1) * stages)
-        result.append(Sharding(rank, parallel.copies, sequence, alive, parallel.context))
-    return result
+        yield Sharding(rank, parallel.copies, sequence, alive, parallel.context)
 
 
 def written_parameters(arch: Architecture, parallel: ParallelConfig) -> list[int]:

@@ -26,9 +26,13 @@ from polyreme_trainer.stages.table import cross_entropy
 FLOOR = 0.02
 """The learning rate at the cooldown's end, as a fraction of the phase's rate."""
 REPORT_EVERY = 10
+REPORT_SECONDS = 5.0
+"""After these a step is reported in any case: only a report asks whether the run drains, and whether a save is due."""
 
 Report = Callable[[MetricRecord], bool]
 """Takes a progress record. Returns whether the run drains, the same on every rank."""
+
+Due = Callable[[float], bool]
 
 
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
@@ -40,6 +44,10 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     Returns:
         Whether all phases are complete; False when the run drains.
     """
+
+    def due(seconds: float) -> bool:
+        return ranks.agree(lambda: seconds >= REPORT_SECONDS)
+
     phases = config.trainer.sft
     saving = Saving(engine.finish_save, partial(_report_save, report))
     saved = engine.load_warm_start() if phases else None
@@ -48,7 +56,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
         rows = share_rows(ranks, partial(read_examples, phase.data, config, files))
         if done == 0:
             engine.begin_phase(phase)
-        for record in run_phase(engine, phase, rows, config.seed, number, done):
+        for record in run_phase(engine, phase, rows, config.seed, number, done, due):
             saving.finish(wait=False)
             drains = report(record)
             late = ranks.agree(lambda: saving.is_late(config.trainer.save_seconds))
@@ -64,21 +72,22 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
 
 
 def run_phase(
-    engine: StepEngine, phase: SftPhase, rows: StageRows, seed: int, number: int = 0, done: int = 0
+    engine: StepEngine, phase: SftPhase, rows: StageRows, seed: int, number: int = 0, done: int = 0, due: Due = lambda _: False
 ) -> Iterator[WarmStartStep]:
     """Takes the phase's optimizer steps after the first `done`. A step's loss is the token mean of its responses' cross entropy.
 
     Args:
         number: the phase's, from 0; a record counts it from 1.
+        due: whether there must be a record so many seconds after the newest one, the same on every rank.
 
     Yields:
-        A record after every `REPORT_EVERY` steps and after the last. Its tokens_per_second has no padding.
+        A record after every `REPORT_EVERY` steps, when one is due, and after the last. Its tokens_per_second has no padding.
     """
     loss, tokens, since = RowsLoss(cross_entropy()), 0, time.perf_counter()
     plan = StepPlan(phase.steps, phase.batch_size, (seed, number), partial(learning_rate, phase))
     for step in train_steps(engine, "actor", rows, plan, lambda taken: loss, done):
         tokens += step.tokens
-        if step.number % REPORT_EVERY == 0 or step.number == phase.steps:
+        if step.number % REPORT_EVERY == 0 or step.number == phase.steps or due(time.perf_counter() - since):
             mean, now = engine.means(step.losses).get("loss", 0.0), time.perf_counter()
             pace = tokens / (now - since)
             yield WarmStartStep(

@@ -26,7 +26,7 @@ UNTIED = Architecture(
 
 
 def test_stages_hold_the_model_together_and_the_first_has_most_micro_batches() -> None:
-    every = shardings(UNTIED, ParallelConfig(pipeline=2, data=3))
+    every = list(shardings(UNTIED, ParallelConfig(pipeline=2, data=3)))
     assert sum(rank_parameters(UNTIED, sharding) for sharding in every) == UNTIED.parameters
     assert [sharding.micro_batches for sharding in every] == [2, 1]
     assert [(sharding.first, sharding.last) for sharding in every] == [(True, False), (False, True)]
@@ -37,11 +37,12 @@ def test_stages_hold_the_model_together_and_the_first_has_most_micro_batches() -
 
 def test_virtual_stages_keep_more_micro_batches_of_fewer_layers() -> None:
     """Before its first gradient, a stage starts two micro-batches per later stage, and one per stage and further virtual stage."""
-    every = shardings(UNTIED, ParallelConfig(pipeline=2, virtual_pipeline=2))
+    every = list(shardings(UNTIED, ParallelConfig(pipeline=2, virtual_pipeline=2)))
     assert sum(rank_parameters(UNTIED, sharding) for sharding in every) == UNTIED.parameters
     assert [(sharding.micro_batches, sharding.layers(UNTIED)) for sharding in every] == [(5, 1), (3, 1)]
 
 
-def test_stages_that_do_not_divide_the_layers_are_an_error() -> None:
-    with pytest.raises(ValueError, match="3 pipeline stages"):
-        rank_parameters(UNTIED, shardings(UNTIED, ParallelConfig(pipeline=3))[0])
+@pytest.mark.parametrize("stages", [3, 10**9])
+def test_stages_that_do_not_divide_the_layers_are_an_error(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"{stages} pipeline stages"):
+        rank_parameters(UNTIED, next(shardings(UNTIED, ParallelConfig(pipeline=stages))))

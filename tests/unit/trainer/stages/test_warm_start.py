@@ -1,5 +1,6 @@
 """The warm start's plan: rates and rows."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss, Saved
 from polyreme_trainer.stages.steps import batches
-from polyreme_trainer.stages.warm_start import FLOOR, learning_rate, run_phase, warm_start
+from polyreme_trainer.stages.warm_start import FLOOR, REPORT_SECONDS, learning_rate, run_phase, warm_start
 from support.configs import run_config
 from support.stages import one_rank
 from support.tiny_tokenizer import model_files
@@ -94,6 +95,26 @@ def test_a_phase_is_saved_by_time(tmp_path: Path, minutes: float | None, within:
     ranks.close()
     found = [(steps, facts["phase"], facts["step"]) for steps, facts in engine.saves]
     assert found == [*within, (25, 1, 0)]
+
+
+class SlowEngine(Engine):
+    """Its first step takes as long as a report may be late."""
+
+    def optim_step(self, role: str, lr: float) -> None:
+        if self.written:
+            time.sleep(REPORT_SECONDS)
+
+
+def test_a_drain_is_seen_between_slow_steps(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    slow = SftPhase(data=tmp_path / "rows.jsonl", steps=3, batch_size=1, lr=1e-3)
+    base = run_config(tmp_path)
+    config = base.model_copy(update={"trainer": base.trainer.model_copy(update={"sft": [slow]})})
+    engine: Any = SlowEngine()
+    ranks = one_rank()
+    assert not warm_start(engine, config, model_files(), ranks, lambda record: True)
+    ranks.close()
+    assert engine.saves == [(1, {"phase": 0, "step": 1})]
 
 
 def test_records_name_the_phase_that_they_are_of() -> None:
