@@ -39,7 +39,9 @@ _ARGUMENT = re.compile(
     r"|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
 )
 _BOUND = re.compile(
-    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?[\s,\uff0c]*(?:\b(?:or|and/or|oder|ou|o)\b|\u6216\u8005?)"
+    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|(?:\d\s*[$%]?[\s,\uff0c]*(?:\b(?:and/or|or|and|oder|und|ou|et|o|y|plus|minus|times|by|in|of)\b"
+    r"|[\u6216\u548c\u4e0e\u53ca\u3068\uacfc\uc640]\u8005?)|\b(?:half|third|quarter|twice|double)(?: of)?"
+    r"|\A\W*(?:from )?[\d.,]*\d (?:[a-z]+ )?(?:to|bis|\u00e0))(?!\s*\n)"
     rf"|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
 )
 _TAG = re.compile(r"(?:<[/a-zA-Z|!][^<>\n]*|(?:^|\n)[ \t]*(?:>[ \t]*)*)>\s*[$({]?\s*$")  # <answer>5, or a quotation in Markdown
