@@ -115,11 +115,6 @@ def is_ambiguous(text: str) -> bool:
     return _NO_ARITHMETIC.fullmatch(text.strip()) is not None
 
 
-def equal(gold: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Whether two objects of `read` or `number` are mathematically equal."""
-    return relations.equal(gold, answer)
-
-
 def equals_number(found: sympy.Basic, value: Fraction, places: int | None) -> bool:
     """Whether an object of `read` has the value, which may be rounded to that many decimals (see `quantity`)."""
     found = relations.value(found)

@@ -76,7 +76,7 @@ def command(*names: str) -> str:
 
 
 _FONTS = r"text(?:bf|it|rm|sf|tt|up|sl|normal)?|math(?:rm|bf|it|sf|tt|up|bfit|normal)|mbox|operatorname\*?|boldsymbol|bm|emph"
-_WRAPPED = re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}")
+_WRAPPED = re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*)\}}")
 _SWITCH = re.compile(
     command("rm", "bf", "it", "sf", "tt", "displaystyle", "textstyle", "left", "right", "[bB]igg?[lr]?", "limits")
 )
@@ -85,6 +85,7 @@ _UPRIGHT = re.compile(
 )
 _DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])")
 
+_UNIT = "(?:[cdkm]?m|mi|[km]?g|lb|ft|[kM]?[JNWV]|s|min|hr?|mol|L|K|[a-z]{4,})"
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -99,7 +100,10 @@ _SPELLINGS = [
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (rf"\^\s*\{{?\s*{command('circ')}\s*\}}?|\u00b0|{command('degree')}", " degrees"),
         (r"\\%", "%"),
+        (rf"(?<=\d)\s*\\frac\s*\{{\s*({_UNIT}(?:\^\{{?[23]\}}?)?)\s*\}}\s*\{{\s*({_UNIT}(?:\^\{{?[23]\}}?)?)\s*\}}", r" \1/\2"),
         (rf"{command('cdot', 'times', 'ast')}|[\u00d7\u00b7]", " x "),
+        (rf"(?<=[a-zA-Z])\s+(?:x\s+)?({_UNIT})\s*\^\s*\{{?\s*-\s*(?:1|([23]))\s*\}}?", r"/\1^\2"),
+        (rf"(?<=/)({_UNIT})\^(?!\S)", r"\1"),
         (r"(?<=\d)\s*\*\*\s*(?=[\d(+-])", "^"),
         (r"\{\s*10\s*\}(?=\s*\^)", "10"),
         (r"(?<=10)\s*\^\s*\{?\s*[({]\s*([+-]?\s*\d{1,4})\s*[)}]\s*\}?", r"^{\1}"),
