@@ -38,8 +38,7 @@ _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
 _SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
 _MISSING = frozenset(("none", "null", "nan", "n/a", "na", "unknown", "todo", "tbd"))
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)  # or a time of day
-_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
-_DATE = re.compile(rf"(?:{_MONTHS})\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNORECASE)
+_DATE = re.compile(rf"{quantity.MONTH}\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox)\s*\{(?P<text>[^{}]+)\}|(?<=[\s}])(?P<plain>[a-zA-Z]{2,}))(?P<power>\s*\^\s*\{?[23]\}?)?\s*$"
 )

@@ -3,9 +3,9 @@ r"""Reads numbers as people write them, with units.
 Invariant: a text is read completely or not at all, and values are exact.
 
 Supported are decimals, thousands separators (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions,
-mixed numbers (3 1/2), repeating decimals, numbers in another base (101_2), percent signs, currencies and units (also 5 hours 30
-minutes). Dates, times, ranges and powers are not numbers. A comma is a decimal comma only behind points between thousands:
-1.234,56. Elsewhere it separates values, so 3,14 is no number.
+mixed numbers (3 1/2), repeating decimals, numbers in another base (101_2), scales in words (3 million), percent signs, currencies
+and units (also 5 hours 30 minutes). Dates, times, ranges, pairs and powers are not numbers. A comma is a decimal comma only
+behind points between thousands: 1.234,56. Elsewhere it separates values, so 3,14 is no number.
 """
 
 import re
@@ -25,18 +25,11 @@ ROUNDED = 6
 _END = 500
 """Number of characters at the end of a text that are searched first."""
 
-_GROUPED = (
-    r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)"
-    r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
-)
+_GROUPED = "|".join(rf"\d{{1,3}}(?:{mark}\d{{3}})+(?!\d)" for mark in ", '_") + r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
 _WHOLE = rf"(?:{_GROUPED}|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
 _POWER_OF_TEN = r"\^\s*(?:\{{\s*(?P<{0}>[+-]?\d{{1,4}})\s*\}}|(?P<{1}>[+-]?\d{{1,4}})(?![\d.]))"
-_EXPONENT = (
-    r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[xX*]\s*10\s*"
-    + _POWER_OF_TEN.format("t", "u")
-    + r"|\s+(?P<scale>thousand|million|billion|trillion)\b)"
-)
+_EXPONENT = r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[xX*]\s*10\s*" + _POWER_OF_TEN.format("t", "u") + ")"
 _BODY = (
     rf"(?:(?P<whole>{_WHOLE})\s+(?P<mixed>\d+\s*/\s*\d+)(?![\d/])"
     rf"|(?P<whole2>{_WHOLE})\s*\\frac\s*\{{\s*(?P<over2>\d+)\s*\}}\s*\{{\s*(?P<under2>\d+)\s*\}}"
@@ -46,7 +39,6 @@ _BODY = (
     rf"|(?P<based>\d+)_\s*(?:\{{\s*(?P<base>\d+)\s*\}}|(?P<base2>\d{{1,2}})(?!\d))"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
 )
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CURRENCY = (
     r"(?:(?:US|USD|CA|AU|HK|NZ|[ACS])?\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|(?:USD|EUR|GBP|JPY|CNY|INR|CHF|Rs\.?) ?(?=\d))"
 )
@@ -68,15 +60,17 @@ _HALF = re.compile(r"(?:\A|[^\d,. ]|[^\d] )[.]?\d+(?:[. ]\d+)*,\Z|\d,\d{3},\Z")
 """What stands before the decimals behind a decimal comma. In a list of three numbers it stands before none: 1,2,3."""
 _PART = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3}){1,30}|\d{1,99}(?:\.\d{1,99})?)\s*([a-zA-Z]+)\.?(?:\s*,)?(?:\s+and)?\s*")
 _SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
+MONTH = r"\b(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 _INTEGER_POWER = r"\^\s*(?:\{\s*[+-]?\d{1,4}\s*\}|[+-]?\d{1,4}(?![\d.]))"
 _IN_PROSE = re.compile(
-    rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?::\d+)+|\d+(?:\.\d+){{2,}}|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*"
-    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{{[^{{}}]*\}}|\d)|[\u221a\u221b]\(?\d[\d.,]{{0,30}}"
+    rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?:(?::|\s:\s)\d+)+|\d{{4}}\u5e74\d{{1,2}}\u6708\d*"
+    rf"|{MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?,?\s\d{{4}}|\d{{1,2}}\.?\s{MONTH}\s\d{{4}}|\d+(?:\.\d+){{2,}}"
+    rf"|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*|\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{{[^{{}}]*\}}|\d)|[\u221a\u221b]\(?\d[\d.,]{{0,30}}"
     rf"|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
     rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
     rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
     rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}"
-    r"(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?\{?[23\u00b2\u00b3]\}?(?!\d))?)?)"
+    r"(?:\s*%|\s+(?!(?:[xyz]{2,3}|abc?|ac|bc)\b)[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?\{?[23\u00b2\u00b3]\}?(?!\d))?)?)"
 )
 _OHM = re.compile(r"\s*([kM]?)\\Omega(?![a-zA-Z])\s*")
 _SYMBOLS = frozenset("NJWVAKCF")
@@ -88,8 +82,8 @@ _DENIED = re.compile(
 _EITHER = re.compile(r"(.{1,40}?)[\s,]*(?:\b(?:or|oder|ou|o)\b|\u6216\u8005?)\s*(.{1,40})")  # 1/2 or 0.5
 _NO_UNIT = Unit("", Fraction(1))
 _NO_UNITS = words(
-    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta"
-    " gamma delta theta lambda sigma omega phi psi"
+    "and or over plus minus times mod choose x xy xz yz xyz ab ac bc abc i e pi sin cos tan log ln exp sqrt sec csc cot arcsin"
+    " arccos arctan alpha beta gamma delta theta lambda sigma omega phi psi"
 )
 
 
@@ -270,7 +264,7 @@ def _value(match: re.Match[str]) -> tuple[Fraction | str | None, int | None, boo
         valid = 2 <= base <= 36 and len(match["based"]) <= _DIGITS and all(int(digit) < base for digit in match["based"])
         return (Fraction(int(match["based"], base)) if valid else None), None, False
     digits = _strip(match["decimal"])
-    exponent = _SCALES[match["scale"]] if match["scale"] else int(match["e"] or match["t"] or match["u"] or 0)
+    exponent = int(match["e"] or match["t"] or match["u"] or 0)
     places = len(digits.partition(".")[2]) - exponent
     if len(digits) + abs(exponent) > _DIGITS:
         return _canonical(digits, exponent), places, False

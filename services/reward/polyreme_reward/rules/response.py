@@ -77,7 +77,7 @@ _REMARK = re.compile(
     r"(?:\s*[,;:]\s*|\s+-+\s+(?=\w{4})|\s*[\u2013\u2014]\s*)(?=[^\W\d_]{2,}[\s,.])(?!(?:or|and|i\.e|that is|namely|equal\w*"
     r"|equivalent\w*|approx\w*|about|roughly|around|plus|minus|times|rounded [^.]*?to [\d,.]+\W*\Z|oder|und|ou|et|pi|sqrt|sin"
     r"|cos|tan|log|ln)\b)"
-    r"|\s*[(\uff08](?!\s*(?:mod|or|and)\b)(?=[^()\n\\]*(?:[^\W\d_]{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"
+    r"|\s*[(\uff08](?!\s*(?:mod|or|and)\b)(?=[^()\n\\]{0,99}(?:[^\W\d_]{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"
     r"|\s+(?:(?:in|on|at)\s+(?!\d+\W*\Z)|by\s+(?!\d)|(?:with|using|from|during|within|via|found|obtained|computed|calculated|given"
     r"|based|leaving|while|whereas|nach|f\u00fcr|mit|bei|von|pour|avec|apr\u00e8s|sur|para|con|tras|en)\s)"
 )
