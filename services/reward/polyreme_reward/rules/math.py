@@ -42,6 +42,7 @@ _DATE = re.compile(rf"{quantity.MONTH}\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNOREC
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox)\s*\{(?P<text>[^{}]+)\}|(?<=[\s}])(?P<plain>[a-zA-Z]{2,}))(?P<power>\s*\^\s*\{?[23]\}?)?\s*$"
 )
+_OPTION = re.compile(r"\A\s*(?:\\text(?:bf)?\s*\{\s*\([A-E]\)\s*\}|\([A-E]\))(?:\\[ ,;:]|\s|~|\\q?quad)+(?=[^\s+*/=^-]|-?\d)")
 _SETS = "\u211d\u2124\u2115\u211a\u2102"
 _GLUED = re.compile(rf"(?:{GLUED})[xyz]")  # sinx
 _DEGREE, _RADIAN = unit("degree"), unit("radian")
@@ -147,6 +148,7 @@ def _read(text: str) -> _Read | None:
     """The meaning of the whole text: a quantity, a ratio, words, a formula, or None."""
     from polyreme_reward.rules import formula
 
+    text = _OPTION.sub("", text)
     shown = plain(text)
     if (number := quantity.read(shown)) is not None:
         return number
