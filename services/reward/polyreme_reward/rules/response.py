@@ -47,7 +47,7 @@ _CORRECTION = re.compile(
     r"|i mean|i meant|make that|hold on)\b"
     r"(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
     r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value"
-    r"|it|that|is|it's|that's|should|must|would|be)\b[\s,:]*)*",
+    r"|(?:it|that)(?:['\u2019]s)?|is|should|must|would|be)\b[\s,:]*)*",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
@@ -77,7 +77,7 @@ _REMARK = re.compile(
     r"(?:\s*[,;:]\s*|\s+-+\s+(?=\w{4})|\s*[\u2013\u2014]\s*)(?=[^\W\d_]{2,}[\s,.])(?!(?:or|and|i\.e|that is|namely|equal\w*"
     r"|equivalent\w*|approx\w*|about|roughly|around|plus|minus|times|rounded [^.]*?to [\d,.]+\W*\Z|oder|und|ou|et|pi|sqrt|sin"
     r"|cos|tan|log|ln)\b)"
-    r"|\s*[(\uff08](?!\s*(?:mod|or|and)\b)(?=[^()\n\\]{0,99}(?:[^\W\d_]{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"
+    r"|\s*[(\uff08](?!\s*(?:mod|or|and)\b)(?=\s*=|[^()\n\\]{0,99}(?:[^\W\d_]{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"
     r"|\s+(?:(?:in|on|at)\s+(?!\d+\W*\Z)|by\s+(?!\d)|(?:with|using|from|during|within|via|found|obtained|computed|calculated|given"
     r"|based|leaving|while|whereas|nach|f\u00fcr|mit|bei|von|pour|avec|apr\u00e8s|sur|para|con|tras|en)\s)"
 )
