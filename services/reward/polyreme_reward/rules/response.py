@@ -82,6 +82,7 @@ _REMARK = re.compile(
     r"|based|leaving|while|whereas|nach|f\u00fcr|mit|bei|von|pour|avec|apr\u00e8s|sur|para|con|tras|en)\s)"
 )
 """What may begin a remark behind a whole value: 42, found in 3 ways; 42 (3 steps); 42 with 3 left."""
+_RESULT = re.compile(r"(?:(?:\d|\w{3})\s*=|\b(?:making|totall?ing|total of))\s*\S{1,40}\W*\Z")  # 3 boxes with 14 each = 42
 _HEDGE = re.compile(r"(?:about|approximately|roughly|exactly|just|only|simply)\s+")
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 
@@ -215,7 +216,7 @@ def _value_end(sentence: str) -> int:
     """Where the answer ends in its sentence: before its reason, or before a remark if a whole value precedes that."""
     reason = _REASON.search(sentence)
     end = reason.start() if reason else len(sentence)
-    for remark in list(_REMARK.finditer(sentence, 0, end))[:3]:
+    for remark in [] if _RESULT.search(sentence, 0, end) else list(_REMARK.finditer(sentence, 0, end))[:3]:
         value = _HEDGE.sub("", sentence[: remark.start()].strip(" *_"))
         if _FORMULA.fullmatch(value) or quantity.read(plain(value)) is not None:
             return remark.start()
