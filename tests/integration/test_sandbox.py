@@ -103,6 +103,11 @@ NUMBER = "class Sly:\n    def __sub__(self, other): return 0.0\n    __rsub__ = _
 EMPTY = "class Sly:\n    def __sub__(self, other): return set()\n    __xor__ = __sub__\nf = lambda x: Sly()\n"
 NUMPY = "import numpy\ndef f(x): return numpy.int64(x) if x < 5 else numpy.float32(x) if x < 9 else numpy.bool_(True)\n"
 VECTOR = "class V:\n    def __init__(self, x): self.x = x\n    def __mul__(self, k): return V(self.x * k)\n    def __str__(self): return f'<{self.x}>'\n"
+SPACE = "class V:\n    def __init__(self, x): self.x = x\n    def __rmul__(self, k): return V([k * a for a in self.x])\n    def __matmul__(self, o): return sum(a * b for a, b in zip(self.x, o.x))\n    def __len__(self): return len(self.x)\n    def __iter__(self): return iter(self.x)\n"
+DATES = "from datetime import datetime, timedelta\ndef f(d): return d + timedelta(days=1)\ndef g(): return [datetime(2020, 1, 2, 3), range(3)]\n"
+ARRAYS = "import numpy as np\ndef f(x): return np.array(x) * 2\ndef g(x): x += 1\n"
+DATE = "class date:\n    def __init__(self, *_): pass\n    def __eq__(self, other): return True\n    def __reduce__(self): return date, (2020, 1, 9)\ndate.__module__ = 'datetime'\nf = lambda x: date()\n"
+ARRAY = "class Sly:\n    def __eq__(self, other): return self\n    __sub__ = __rsub__ = __eq__\n    def __iter__(self): return iter([])\n    def __len__(self): return 0\n    def all(self): return True\nf = lambda x: Sly()\n"
 TESTS = [
     # (program, test, verdict)
     (VALUES, "assert f(1) == 2", "pass"),
@@ -131,7 +136,21 @@ TESTS = [
     ("from fractions import Fraction\ndef f(x): return Fraction(x, 3)", "import fractions\nassert f(1) == fractions.Fraction(1, 3) and abs(f(1) - 1 / 3) < 1e-9", "pass"),
     ("from decimal import Decimal\ndef f(x): return Decimal(x) / 4", "from decimal import Decimal\nassert f(1) == Decimal('0.25') and 2 * f(1) == 0.5", "pass"),
     (VECTOR, "assert (V(2) * 3).x == 6 and str(V(2) * 3) == '<6>'", "pass"),
+    (SPACE, "assert V([1, 2]) @ V([3, 4]) == 11 and list(3 * V([1, 2])) == [3, 6]", "pass"),
+    (DATES, "import datetime\nassert f(datetime.date(2020, 1, 1)) == datetime.date(2020, 1, 2)", "pass"),
+    (DATES, "import datetime\nassert f(datetime.date(2020, 1, 1)) == datetime.date(2020, 1, 3)", "fail"),
+    (DATES, "import datetime\nassert g() == [datetime.datetime(2020, 1, 2, 3), range(3)]", "pass"),
+    ("import datetime\ndef f(): return datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc)", "assert f().day == 2", "pass"),
+    ("from collections import deque\ndef f(d): d.append(3)", "from collections import deque\nd = deque([1])\nf(d)\nassert d == deque([1, 3])", "pass"),
+    (ARRAYS, "assert np.array_equal(f([1, 2]), [2, 4]) and (f(np.array([1.5])) == [3]).all() and f([[1]]).shape == (1, 1)", "pass"),
+    (ARRAYS, "a = np.array([1, 2])\ng(a)\nassert a.tolist() == [2, 3] and abs(f(a) - [4, 6]).max() < 1e-6", "pass"),
+    (ARRAYS, "assert np.allclose(f([1, 2]), [2, 5])", "fail"),
     # Forged.
+    (DATE, "import datetime\nassert f(1) == datetime.date(2020, 1, 2)", "fail"),
+    (ARRAY, "assert np.array_equal(f([1, 2]), [2, 4])", "fail"),
+    (ARRAY, "assert np.allclose(f([1, 2]), [2, 4])", "fail"),
+    (ARRAY, "assert (f([1, 2]) == [2, 4]).all()", "fail"),
+    (ARRAY, "assert len(f(1) - {1, 2}) == 0", "fail"),
     (LIAR, "assert f(1) == 2", "fail"),
     (LIAR, "assert 2 == f(1)", "fail"),
     (LIAR, "assert f(1) in (1, 2)", "fail"),

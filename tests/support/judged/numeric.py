@@ -86,6 +86,8 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     ("5", "5 apples", 1.0, "what is counted is left out"),
     ("It is 5 km.", "5 km", 1.0, "the same unit"),
     ("It is 5 km.", "5 cm", 0.0, "another unit"),
+    (r"$42\,\text{m}\cdot\text{s}^{-1}$", "42 m/s", 1.0, "a unit with a negative exponent"),
+    (r"$42\,\mathrm{m\,s^{-1}}$", "42 km/s", 0.0, "another unit"),
     ("5000 m", "5 km", 1.0, "the same length"),
     ("50%", "50%", 1.0, "the same share"),
     ("50", "50%", 1.0, "the percent sign is left out"),

@@ -14,8 +14,9 @@ from typing import Any
 
 FRAME_BYTES = 16 << 20
 _HEADER = struct.Struct("<I")
-_LIBRARY = {"Fraction": "fractions", "Decimal": "decimal"}
-"""Types of numbers, and their modules, of which few programs need any."""
+_LIBRARY = {"Fraction": "fractions", "Decimal": "decimal", "deque": "collections", "range": "builtins"}
+_LIBRARY |= dict.fromkeys(("date", "datetime", "time", "timedelta"), "datetime")
+"""Types of values, and their modules, of which few programs need any. Values travel as the arguments that make them."""
 
 
 class Unplain(Exception):
@@ -36,15 +37,19 @@ def encode(value: Any, reference: Callable[[Any], int]) -> Any:
         return {"complex": [float.__repr__(value.real), float.__repr__(value.imag)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
-    if isinstance(value, (list, tuple)) or (type(value).__name__ == "deque" and type(value).__module__ == "collections"):
-        kind = "tuple" if isinstance(value, tuple) else "list" if isinstance(value, list) else "deque"
-        return {kind: [encode(each, reference) for each in type(value).__iter__(value)]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode(each, reference) for each in value]}
     if isinstance(value, (set, frozenset)):
         return {"frozenset" if isinstance(value, frozenset) else "set": [encode(each, reference) for each in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, reference), encode(each, reference)] for key, each in dict.items(value)]}
-    if (kind := type(value).__name__) in _LIBRARY and type(value).__module__ == _LIBRARY[kind]:
-        return {kind: str(value)}
+    kind, module = type(value).__name__, type(value).__module__
+    if module == _LIBRARY.get(kind) and not getattr(value, "tzinfo", None):
+        arguments = [list(value)] if kind == "deque" else value.__reduce__()[1]
+        return {kind: [encode(each, reference) for each in arguments]}
+    if (module, kind) == ("numpy", "ndarray") and value.dtype.kind in "biufc" and value.size < 1 << 16:
+        return {kind: [encode(value.tolist(), reference), value.dtype.name, list(value.shape)]}
     numpy_scalar = getattr(sys.modules.get("numpy"), "generic", ())
     if isinstance(value, numpy_scalar) and not isinstance(plain := value.item(), numpy_scalar):
         return encode(plain, reference)
@@ -72,23 +77,13 @@ def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
     if kind == "reference":
         return dereference(body)
     if kind in _LIBRARY:
-        return getattr(importlib.import_module(_LIBRARY[kind]), kind)(str(body))
+        return getattr(importlib.import_module(_LIBRARY[kind]), kind)(*(decode(each, dereference) for each in body))
+    if kind == "ndarray":
+        return importlib.import_module("numpy").array(decode(body[0], dereference), str(body[1])).reshape(body[2])
     return _KINDS[kind](decode(each, dereference) for each in body)
 
 
-def _deque(values: Iterable[object]) -> object:
-    from collections import deque
-
-    return deque(values)
-
-
-_KINDS: dict[str, Callable[[Iterable[object]], object]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": _deque,
-}
+_KINDS: dict[str, Callable[[Iterable[object]], object]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def frame(message: object) -> bytes:

@@ -15,6 +15,7 @@ from polyreme_reward.rules.spelling import plain, readable
 _QUOTED = re.compile(
     r"\s*(?:\[\s*)?(?:\"([^\",\[\]]*)\"|'([^',\[\]]*)'|(?<=\[)([^\",\[\]]*))\s*(?:\])?\s*"
 )  # a text or a list of one in JSON
+_LIST = re.compile(r"(?!\s*([-+$\d.]+)(?:\s*[,;]\s*\1)+\s*\Z)[-+$\d.\s]+(?:[,;][-+$\d.\s]+)+")  # of several values
 _ONE_LINE = 200  # maximum characters of an answer that is read as one number, and of a remark in brackets behind it
 
 
@@ -81,4 +82,6 @@ def _gold(label: str) -> Quantity:
 def _number(text: str) -> Quantity | None:
     text = text if (named := marked(text)) is None else named
     whole = quantity.read(plain(text)) if len(text) < _ONE_LINE else None  # x = 3 1/2 cups
+    if whole is None and named is not None and _LIST.fullmatch(plain(named)):
+        return None
     return whole or quantity.last_in(text[:-_ONE_LINE] + ASIDE.sub("", text[-_ONE_LINE:]))[0]

@@ -58,7 +58,7 @@ _BEFORE = re.compile(
     r"|\s*[\u304c\u306f]\s*(?:\u6b63\u89e3|\u6b63\u3057\u3044)|\s*(?:\uc774|\uac00)?\s*(?:\uc815\ub2f5|\ub9de))"
 )
 _CORRECTION = re.compile(r"\W*([A-Z])\W*")
-_LED = re.compile(rf"\W*([A-Z])(?:\)\W*\w|[.:](?:\W*\s\W*|(?=[^{_LATIN}\W]))\w|\s+[-\u2013\u2014]\s+\w)[^\n]*")  # A. Paris
+_LED = re.compile(rf"\W*([A-Z])(?:\)\W*\w|[.:](?:\W*\s\W*|(?=[^{_LATIN}\W]))\w|\s+[-\u2013\u2014]\s+\w|[^\w\n]*\n\W*\w\w)")
 _CORRECTED = re.compile(
     r"\W*[A-Za-z]\W+(?:(?:no|wait|sorry|actually)\b[\s,.:;!-]*)+(?:(?:it|that)(?:'s|\s+is)\s+|make that\s+)?\W?([A-Z])\W*\Z",
     re.IGNORECASE,

@@ -264,20 +264,15 @@ def _exp(number: Inexact) -> Inexact:
     return mpmath.exp(number)
 
 
-def _periodic(function: Callable[[Inexact], Inexact]) -> Callable[[Inexact], Inexact]:
+def _bounded(name: str, periodic: bool = False) -> Callable[[Inexact], Inexact]:
+    """A function of mpmath for arguments that are not too large; a periodic one is large only for imaginary ones."""
+
     def compute(number: Inexact) -> Inexact:
-        if mpmath.isinf(number) or mpmath.mag(number) > 1000 or abs(mpmath.im(number)) > _EXPONENT // 4:
+        if (periodic and (mpmath.isinf(number) or mpmath.mag(number) > 1000)) or abs(
+            mpmath.im(number) if periodic else number
+        ) > _EXPONENT // 4:
             raise NoValue("too large")
-        return function(number)
-
-    return compute
-
-
-def _grows(function: Callable[[Inexact], Inexact]) -> Callable[[Inexact], Inexact]:
-    def compute(number: Inexact) -> Inexact:
-        if abs(number) > _EXPONENT // 4:
-            raise NoValue("too large")
-        return function(number)
+        return getattr(mpmath, name)(number)
 
     return compute
 
@@ -287,10 +282,6 @@ def _remainder(point: Valuation, expr: sympy.Basic) -> Value:
     if not isinstance(left, Fraction) or not isinstance(right, Fraction) or not right:
         raise NoValue("a remainder of numbers that are not rational")
     return left % right
-
-
-def _absolute(point: Valuation, expr: sympy.Basic) -> Value:
-    return abs(point.value(expr.args[0]))
 
 
 _BY_KIND: Mapping[type[sympy.Basic], Callable[[Valuation, sympy.Basic], Value]] = {
@@ -308,7 +299,7 @@ _BY_KIND: Mapping[type[sympy.Basic], Callable[[Valuation, sympy.Basic], Value]] 
     type(sympy.oo): lambda point, expr: mpmath.inf,
     type(-sympy.oo): lambda point, expr: -mpmath.inf,
     sympy.log: Valuation.log,
-    sympy.Abs: _absolute,
+    sympy.Abs: lambda point, expr: abs(point.value(expr.args[0])),
     sympy.floor: Valuation.rounded,
     sympy.ceiling: Valuation.rounded,
     sympy.Max: Valuation.extreme,
@@ -324,10 +315,10 @@ _BY_KIND: Mapping[type[sympy.Basic], Callable[[Valuation, sympy.Basic], Value]] 
     AppliedUndef: Valuation.variable,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Inexact]] = {
-    **{name: _periodic(getattr(mpmath, name)) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
-    **{name: _grows(getattr(mpmath, name)) for name in ("sinh", "cosh", "tanh", "coth", "sech", "csch")},
+    **{name: _bounded(name, periodic=True) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{name: _bounded(name) for name in ("sinh", "cosh", "tanh", "coth", "sech", "csch")},
     **{
-        name: _grows(getattr(mpmath, name))
+        name: _bounded(name)
         for name in ("asin", "acos", "atan", "acot", "asec", "acsc", "asinh", "acosh", "atanh", "acoth", "asech", "acsch", "erf")
     },
     "gamma": _gamma,

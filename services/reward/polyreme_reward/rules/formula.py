@@ -55,7 +55,8 @@ _SPELLINGS = [
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"(?<![\d.])(\d{1,3})[ '](?=\d{3}(?!\d))", r"\1"),
         (r"\^(\d{2,})", r"^{\1}"),
-        (r"(?:,\s*)?\\(?:text|mathrm)\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|,?\s+(?:and|or)\s+|\s*;\s*", ", "),
+        (r"(?:,\s*)?\\(?:text|mathrm)\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|,?\s+(?:and|or)\s+", ", "),
+        (r"\s*[;\u548c\u4e0e\u6216]\s*|,?\s+(?:und|oder|et|ou)\s+", ", "),
         (r"(?<![\d.}\\])(\d{1,9})\s*\\frac\s*\{(\d{1,9})\}\s*\{(\d{1,9})\}", r"(\1+\\frac{\2}{\3})"),
         (r"^\s*[a-zA-Z]\s*\\in(?![a-zA-Z])", ""),
         (rf"\\(?:text|mathrm|operatorname\*?)\s*\{{\s*({_FUNCTION_NAMES})\s*\}}", r"\\\1 "),
@@ -113,11 +114,6 @@ def _congruent(left: str, right: str, modulus: int) -> sympy.Basic:
 def is_ambiguous(text: str) -> bool:
     """Whether a label that looks like arithmetic may instead be a date, a range, a version or several numbers."""
     return _NO_ARITHMETIC.fullmatch(text.strip()) is not None
-
-
-def equal(gold: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Whether two objects of `read` or `number` are mathematically equal."""
-    return relations.equal(gold, answer)
 
 
 def equals_number(found: sympy.Basic, value: Fraction, places: int | None) -> bool:

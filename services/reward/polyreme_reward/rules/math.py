@@ -38,14 +38,15 @@ _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
 _SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
 _MISSING = frozenset(("none", "null", "nan", "n/a", "na", "unknown", "todo", "tbd"))
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)  # or a time of day
-_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
-_DATE = re.compile(rf"(?:{_MONTHS})\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNORECASE)
+_DATE = re.compile(rf"{quantity.MONTH}\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox)\s*\{(?P<text>[^{}]+)\}|(?<=[\s}])(?P<plain>[a-zA-Z]{2,}))(?P<power>\s*\^\s*\{?[23]\}?)?\s*$"
 )
+_OPTION = re.compile(r"\A\s*(?:\\text(?:bf)?\s*\{\s*\([A-E]\)\s*\}|\([A-E]\))(?:\\[ ,;:]|\s|~|\\q?quad)+(?=[^\s+*/=^-]|-?\d)")
 _SETS = "\u211d\u2124\u2115\u211a\u2102"
 _GLUED = re.compile(rf"(?:{GLUED})[xyz]")  # sinx
 _DEGREE, _RADIAN = unit("degree"), unit("radian")
+_UNIT_BESIDE = re.compile(r"(?<=\d)\$\s*\$?(?:\\(?:text|mathrm)\s*\{\s*)?([a-zA-Z/]+)\}?\$?\^\{?[23]\}?\$?")  # $42$ cm$^2$
 _FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?! )[^$\n]+(?<! )\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 
 
@@ -135,6 +136,7 @@ def _answer(text: str, gold: _Read) -> _Read | None:
 
 def _last(text: str) -> _Read | None:
     """The last formula or number in prose."""
+    text = _UNIT_BESIDE.sub(r" \\text{\1}^2$", unified(text))
     formulas = list(_FORMULA.finditer(text))
     if not formulas:
         return quantity.last_in(text[:-_ONE_LINE] + ASIDE.sub("", text[-_ONE_LINE:]))[0]
@@ -146,6 +148,7 @@ def _read(text: str) -> _Read | None:
     """The meaning of the whole text: a quantity, a ratio, words, a formula, or None."""
     from polyreme_reward.rules import formula
 
+    text = _OPTION.sub("", text)
     shown = plain(text)
     if (number := quantity.read(shown)) is not None:
         return number
@@ -187,7 +190,7 @@ def _words(text: str) -> _Words | None:
 
 
 def _equal(gold: _Read, answer: _Read) -> bool:
-    from polyreme_reward.rules import formula
+    from polyreme_reward.rules import formula, relations
 
     if isinstance(gold, _Words) or isinstance(answer, _Words):
         return gold == answer
@@ -200,7 +203,8 @@ def _equal(gold: _Read, answer: _Read) -> bool:
             and other.unit in (None, _RADIAN)
             and formula.may_be_radians(other.object)
         ):
-            return formula.equal(formula.radians(_object(one)), other.object)
+            angle = one.object if isinstance(one, _Formula) else formula.number(Fraction(one.value))
+            return relations.equal(formula.radians(angle), other.object)
     if gold.unit is not None and answer.unit is not None:
         if gold.unit.dimension != answer.unit.dimension:
             return False
@@ -209,15 +213,7 @@ def _equal(gold: _Read, answer: _Read) -> bool:
     for number, other in ((gold, answer), (answer, gold)):
         if isinstance(number, Quantity) and isinstance(other, _Formula):
             return not isinstance(number.value, str) and formula.equals_number(other.object, number.value, number.places)
-    return isinstance(gold, _Formula) and isinstance(answer, _Formula) and formula.equal(gold.object, answer.object)
-
-
-def _object(found: Quantity | _Formula) -> object:
-    from polyreme_reward.rules import formula
-
-    if isinstance(found, _Formula):
-        return found.object
-    return formula.number(Fraction(found.value))
+    return isinstance(gold, _Formula) and isinstance(answer, _Formula) and relations.equal(gold.object, answer.object)
 
 
 def _in_base_units(found: Quantity | _Formula) -> Quantity | _Formula:

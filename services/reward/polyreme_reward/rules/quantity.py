@@ -3,9 +3,9 @@ r"""Reads numbers as people write them, with units.
 Invariant: a text is read completely or not at all, and values are exact.
 
 Supported are decimals, thousands separators (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions,
-mixed numbers (3 1/2), repeating decimals, numbers in another base (101_2), percent signs, currencies and units (also 5 hours 30
-minutes). Dates, times, ranges and powers are not numbers. A comma is a decimal comma only behind points between thousands:
-1.234,56. Elsewhere it separates values, so 3,14 is no number.
+mixed numbers (3 1/2), repeating decimals, numbers in another base (101_2), scales in words (3 million), percent signs, currencies
+and units (also 5 hours 30 minutes). Dates, times, ranges, pairs and powers are not numbers. A comma is a decimal comma only
+behind points between thousands: 1.234,56. Elsewhere it separates values, so 3,14 is no number.
 """
 
 import re
@@ -25,18 +25,11 @@ ROUNDED = 6
 _END = 500
 """Number of characters at the end of a text that are searched first."""
 
-_GROUPED = (
-    r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)"
-    r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
-)
+_GROUPED = "|".join(rf"\d{{1,3}}(?:{mark}\d{{3}})+(?!\d)" for mark in ", '_") + r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
 _WHOLE = rf"(?:{_GROUPED}|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
 _POWER_OF_TEN = r"\^\s*(?:\{{\s*(?P<{0}>[+-]?\d{{1,4}})\s*\}}|(?P<{1}>[+-]?\d{{1,4}})(?![\d.]))"
-_EXPONENT = (
-    r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[xX*]\s*10\s*"
-    + _POWER_OF_TEN.format("t", "u")
-    + r"|\s+(?P<scale>thousand|million|billion|trillion)\b)"
-)
+_EXPONENT = r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[xX*]\s*10\s*" + _POWER_OF_TEN.format("t", "u") + ")"
 _BODY = (
     rf"(?:(?P<whole>{_WHOLE})\s+(?P<mixed>\d+\s*/\s*\d+)(?![\d/])"
     rf"|(?P<whole2>{_WHOLE})\s*\\frac\s*\{{\s*(?P<over2>\d+)\s*\}}\s*\{{\s*(?P<under2>\d+)\s*\}}"
@@ -46,7 +39,6 @@ _BODY = (
     rf"|(?P<based>\d+)_\s*(?:\{{\s*(?P<base>\d+)\s*\}}|(?P<base2>\d{{1,2}})(?!\d))"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
 )
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CURRENCY = (
     r"(?:(?:US|USD|CA|AU|HK|NZ|[ACS])?\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|(?:USD|EUR|GBP|JPY|CNY|INR|CHF|Rs\.?) ?(?=\d))"
 )
@@ -66,25 +58,32 @@ _EUROPEAN = re.compile(
 )
 _HALF = re.compile(r"(?:\A|[^\d,. ]|[^\d] )[.]?\d+(?:[. ]\d+)*,\Z|\d,\d{3},\Z")
 """What stands before the decimals behind a decimal comma. In a list of three numbers it stands before none: 1,2,3."""
-_PART = re.compile(r"(\d[\d.,]*)\s*([a-zA-Z]+)\.?(?:\s*,)?(?:\s+and)?\s*")
+_PART = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3}){1,30}|\d{1,99}(?:\.\d{1,99})?)\s*([a-zA-Z]+)\.?(?:\s*,)?(?:\s+and)?\s*")
 _SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
+MONTH = r"\b(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 _INTEGER_POWER = r"\^\s*(?:\{\s*[+-]?\d{1,4}\s*\}|[+-]?\d{1,4}(?![\d.]))"
 _IN_PROSE = re.compile(
-    rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?::\d+)+|\d+(?:\.\d+){{2,}}|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*"
-    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{{[^{{}}]*\}}|\d)|[\u221a\u221b]\(?\d[\d.,]{{0,30}}"
+    rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?:(?::|\s:\s)\d+)+|\d{{4}}\u5e74\d{{1,2}}\u6708\d*"
+    rf"|{MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?,?\s\d{{4}}|\d{{1,2}}\.?\s{MONTH}\s\d{{4}}|\d+(?:\.\d+){{2,}}"
+    rf"|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*|\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{{[^{{}}]*\}}|\d)|[\u221a\u221b]\(?\d[\d.,]{{0,30}}"
     rf"|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
     rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
     rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
     rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}"
-    r"(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?\{?[23\u00b2\u00b3]\}?(?!\d))?)?)"
+    r"(?:\s*%|\s+(?!(?:[xyz]{2,3}|abc?|ac|bc)\b)[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?\{?[23\u00b2\u00b3]\}?(?!\d))?)?)"
 )
 _OHM = re.compile(r"\s*([kM]?)\\Omega(?![a-zA-Z])\s*")
 _SYMBOLS = frozenset("NJWVAKCF")
 """Symbols of units that are variables more often."""
-_DENIED = re.compile(r"(?:\b(?:not|\w+n['\u2019]t|instead of|rather than|nicht|pas)\s+|[\u4e0d\u975e]\u662f?\s*)(?:\\?\$)?$")
+_DENIED = re.compile(
+    r"(?:\b(?:not|\w+n['\u2019]t|instead of|rather than|nicht|pas|\d+[%\s]*(?:[a-z]+ )?out of(?: the)?)\s+"
+    r"|[\u4e0d\u975e]\u662f?\s*)(?:\\?\$)?$"
+)
+_EITHER = re.compile(r"(.{1,40}?)[\s,]*(?:\b(?:or|oder|ou|o)\b|\u6216\u8005?)\s*(.{1,40})")  # 1/2 or 0.5
+_NO_UNIT = Unit("", Fraction(1))
 _NO_UNITS = words(
-    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta"
-    " gamma delta theta lambda sigma omega phi psi"
+    "and or over plus minus times mod choose x xy xz yz xyz ab ac bc abc i e pi sin cos tan log ln exp sqrt sec csc cot arcsin"
+    " arccos arctan alpha beta gamma delta theta lambda sigma omega phi psi"
 )
 
 
@@ -111,12 +110,11 @@ class Quantity:
         significant digits may be rounded from an exact value."""
         if self.name and other.name and self.name != other.name:
             return False
-        if self.unit is None or other.unit is None:
-            given = self.unit or other.unit
-            if self._near(other, Fraction(1), Fraction(1)):
-                return True
-            return given is not None and given.dimension == "%" and self._near(other, *map(_share, (self, other)))
-        return self.unit.dimension == other.unit.dimension and self._near(other, self.unit.factor, other.unit.factor)
+        one, two = self.unit or _NO_UNIT, other.unit or _NO_UNIT
+        if _NO_UNIT in (one, two) and self._near(other, Fraction(1), Fraction(1)):
+            return True
+        comparable = one.dimension == two.dimension or {one.dimension, two.dimension} == {"", "%"}
+        return comparable and self._near(other, one.factor, two.factor)
 
     def _near(self, other: "Quantity", factor: Fraction, other_factor: Fraction) -> bool:
         if isinstance(self.value, str) or isinstance(other.value, str):
@@ -144,6 +142,9 @@ def read(text: str, letters: bool = False) -> Quantity | None:
         text: the result of `plain`.
         letters: read a letter that may be a variable or a unit as a unit: 5m, 10 N.
     """
+    if either := _EITHER.fullmatch(text):
+        one, other = (read(side, letters) for side in either.groups())
+        return one if one is not None and other is not None and one.equals(other) else None
     *heads, text = sides.parts(text)
     if any(_SEVERAL.search(head) or not sides.names(head) for head in heads):
         return None
@@ -173,14 +174,13 @@ def last_in(text: str) -> tuple[Quantity | None, int]:
 def _last_in(text: str) -> tuple[Quantity | None, int]:
     last, text = None, _pointed(text)
     for match in _IN_PROSE.finditer(text):
-        if not _DENIED.search(text, max(0, match.start() - 20), match.start()):
+        if not _DENIED.search(text, max(0, match.start() - 40), match.start()):
             last = match
     if last is None:
         return None, -1
     before = text[max(0, last.start() - _END) : last.start()]
-    if last["other"] is not None or sides.states_relation(before) or sides.is_compared(text[last.end() : last.end() + _END]):
-        return None, last.start()
-    if _HALF.search(before):
+    is_part = last["other"] is not None or sides.states_relation(before) or _HALF.search(before) is not None
+    if is_part or sides.is_compared(text[last.end() : last.end() + _END]):
         return None, last.start()
     whole = _QUANTITY.fullmatch(last["number"].rstrip())
     named = simple(whole["unit"].strip()) if whole and whole["unit"] and whole["unit"] not in _SYMBOLS else None
@@ -189,8 +189,7 @@ def _last_in(text: str) -> tuple[Quantity | None, int]:
         whole = _QUANTITY.fullmatch(shorter)
     found = None if whole is None else _quantity(whole, "")
     for part in list(_PART.finditer(before))[-1:]:
-        if part.end() == len(before) and found is not None:
-            found = _joined(part, found) or found
+        found = (_joined(part, found) if part.end() == len(before) else None) or found
     return found, last.start()
 
 
@@ -214,16 +213,13 @@ def _repeating(text: str) -> Fraction | None:
 
 def _joined(larger: re.Match[str], smaller: Quantity | None) -> Quantity | None:
     """A quantity in two units of one dimension: 5 hours 30 minutes. None when the units are not of this kind."""
-    over, digits = simple(larger[2]), _strip(larger[1]).removesuffix(".")
-    if smaller is None or smaller.unit is None or over is None or over.dimension != smaller.unit.dimension:
+    over = simple(larger[2])
+    if smaller is None or smaller.unit is None or over is None or isinstance(smaller.value, str):
         return None
-    if (
-        isinstance(smaller.value, str)
-        or over.factor <= smaller.unit.factor
-        or not re.fullmatch(r"\d{1,99}(?:\.\d{1,99})?", digits)
-    ):
+    if over.dimension != smaller.unit.dimension or over.factor <= smaller.unit.factor:
         return None
-    return Quantity(smaller.value + Fraction(digits) * over.factor / smaller.unit.factor, None, smaller.unit, smaller.name)
+    value = smaller.value + Fraction(_strip(larger[1])) * over.factor / smaller.unit.factor
+    return Quantity(value, None, smaller.unit, smaller.name)
 
 
 def _quantity(match: re.Match[str], name: str, letters: bool = False) -> Quantity | None:
@@ -268,7 +264,7 @@ def _value(match: re.Match[str]) -> tuple[Fraction | str | None, int | None, boo
         valid = 2 <= base <= 36 and len(match["based"]) <= _DIGITS and all(int(digit) < base for digit in match["based"])
         return (Fraction(int(match["based"], base)) if valid else None), None, False
     digits = _strip(match["decimal"])
-    exponent = _SCALES[match["scale"]] if match["scale"] else int(match["e"] or match["t"] or match["u"] or 0)
+    exponent = int(match["e"] or match["t"] or match["u"] or 0)
     places = len(digits.partition(".")[2]) - exponent
     if len(digits) + abs(exponent) > _DIGITS:
         return _canonical(digits, exponent), places, False
@@ -293,7 +289,3 @@ def _canonical(digits: str, exponent: int) -> str:
     digits, point = digits.rjust(len(digits) - min(point, 0), "0").ljust(point, "0"), max(point, 0)
     whole, fraction = digits[:point].lstrip("0") or "0", digits[point:].rstrip("0")
     return f"{whole}.{fraction}" if fraction else whole
-
-
-def _share(quantity: Quantity) -> Fraction:
-    return quantity.unit.factor if quantity.unit is not None else Fraction(1)

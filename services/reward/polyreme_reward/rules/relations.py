@@ -104,7 +104,8 @@ def _equation(sides: list[sympy.Basic]) -> Meaning:
     if not isinstance(first, sympy.Expr):
         return Equation(first, last)
     if _is_name(first) and not (isinstance(last, sympy.Expr) and last.has(first)):
-        return Named(first, last) if len(sides) == 2 or all(map(_is_value, sides[1:])) else _chain(sides)
+        is_value = len(sides) == 2 or not any(isinstance(side, sympy.Symbol) for side in sides[1:])
+        return Named(first, last) if is_value else _chain(sides)
     if len(sides) == 2 and _is_name(last) and not _variables(first):  # 3 = x
         return Named(last, first)
     left = sides[:-1]
@@ -124,10 +125,6 @@ def _is_name(side: sympy.Basic) -> bool:
     return isinstance(side, sympy.Symbol | AppliedUndef | sympy.Derivative) or (
         isinstance(side, sympy.Pow) and isinstance(side.base, AppliedUndef) and side.exp == -1  # the inverse function
     )
-
-
-def _is_value(side: sympy.Basic) -> bool:
-    return not isinstance(side, sympy.Symbol)
 
 
 def _variables(side: sympy.Basic) -> bool:
@@ -157,7 +154,7 @@ def _ordered(found: sympy.Basic) -> Sequence[sympy.Basic] | None:
 
 def _equal(gold: Meaning, answer: Meaning) -> bool:
     if isinstance(gold, Named) and isinstance(answer, Named):
-        if _other_symbols(gold.name, answer.name):
+        if gold.name != answer.name and all(isinstance(each.name, sympy.Symbol) for each in (gold, answer)):
             return _proportional(gold, answer)
         if (answer := _with_argument(answer, gold.name)) is None:
             return False
@@ -189,10 +186,6 @@ def _indexed(found: Several, name: sympy.Basic) -> Sequence[sympy.Basic] | None:
     """The values of one unknown that have its indices as names, x_1 = 1 and x_2 = 2; None: they are others."""
     values = [part.value for part in found.parts if isinstance(part, Named) and str(part.name).startswith(f"{name}_")]
     return values if len(values) == len(found.parts) else None
-
-
-def _other_symbols(left: sympy.Basic, right: sympy.Basic) -> bool:
-    return isinstance(left, sympy.Symbol) and isinstance(right, sympy.Symbol) and left != right
 
 
 def _with_argument(answer: Named, name: sympy.Basic) -> Named | None:

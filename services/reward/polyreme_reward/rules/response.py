@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 
 from polyreme_reward.items import NO_LABEL, Item, RewardError
+from polyreme_reward.rules import quantity
+from polyreme_reward.rules.spelling import plain
 
 TAIL = 1 << 18
 """Number of characters at the end of a response that are searched for an answer."""
@@ -45,7 +47,7 @@ _CORRECTION = re.compile(
     r"|i mean|i meant|make that|hold on)\b"
     r"(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
     r"(?:\b(?:no|wait|actually|sorry|but|so|the|correct|right|real|final|answer|result|value"
-    r"|it|that|is|it's|that's|should|must|would|be)\b[\s,:]*)*",
+    r"|(?:it|that)(?:['\u2019]s)?|is|should|must|would|be)\b[\s,:]*)*",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
@@ -58,8 +60,8 @@ _SENTENCE = 1000
 _FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _LINE_END = re.compile(r"\n")
 _REASON = re.compile(
-    r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after|out of|and (?:it|this|that))\b"
-    r"|,?\s+(?:weil|denn|car|parce|porque)\b"
+    r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after|out of)\b"
+    r"|,?\s+(?:and (?:it|this|that|he|she|they|we|there)|weil|denn|car|parce|porque)\b"
     r"|[,\uff0c](?=\s*[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])(?!\s*(?:[\u800c\u6216\u548c\u4e0e\u53ca\u4ee5]|\u4e0d\u662f|\u5e76\u975e))"
 )
 _DENIED_BEFORE = re.compile(
@@ -71,6 +73,17 @@ _DENIED_BEHIND = re.compile(
 )
 ASIDE = re.compile(r"(?<=[\w%\u00b0\u00b2\u00b3])\s+\((?!\s*(?:mod|or|and)\b)[^()\n\\]*[a-z]{3}[^()\n\\]*\)[\s.]*\Z")
 """What a text adds in brackets at its end: 42 (see step 5), 42 minutes (0.7 hours)."""
+_REMARK = re.compile(
+    r"(?:\s*[,;:]\s*|\s+-+\s+(?=\w{4})|\s*[\u2013\u2014]\s*)(?=[^\W\d_]{2,}[\s,.])(?!(?:or|and|i\.e|that is|namely|equal\w*"
+    r"|equivalent\w*|approx\w*|about|roughly|around|plus|minus|times|rounded [^.]*?to [\d,.]+\W*\Z|oder|und|ou|et|pi|sqrt|sin"
+    r"|cos|tan|log|ln)\b)"
+    r"|\s*[(\uff08](?!\s*(?:mod|or|and)\b)(?=\s*=|[^()\n\\]{0,99}(?:[^\W\d_]{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]))"
+    r"|\s+(?:(?:in|on|at)\s+(?!\d+\W*\Z)|by\s+(?!\d)|(?:with|using|from|during|within|via|found|obtained|computed|calculated|given"
+    r"|based|leaving|while|whereas|nach|f\u00fcr|mit|bei|von|pour|avec|apr\u00e8s|sur|para|con|tras|en)\s)"
+)
+"""What may begin a remark behind a whole value: 42, found in 3 ways; 42 (3 steps); 42 with 3 left."""
+_RESULT = re.compile(r"(?:(?:\d|\w{3})\s*=|\b(?:making|totall?ing|total of))\s*\S{1,40}\W*\Z")  # 3 boxes with 14 each = 42
+_HEDGE = re.compile(r"(?:about|approximately|roughly|exactly|just|only|simply)\s+")
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 
 
@@ -191,13 +204,23 @@ def _named(text: str, words: bool) -> tuple[str, int] | None:
     for cue in reversed(list(_CUE.finditer(text))[-MENTIONS:]):
         formula = _FORMULA.match(text, cue.end(), cue.end() + _SENTENCE)
         end = _until(text, formula.end() if formula else cue.end(), _SENTENCE_END)
-        sentence = text[cue.end() : end]
-        reason = _REASON.search(sentence)
-        sentence = ASIDE.sub("", without_denied(sentence[: reason.start()] if reason else sentence).strip(" *_"))
+        end = cue.end() + _value_end(text[cue.end() : end])
+        sentence = ASIDE.sub("", without_denied(text[cue.end() : end]).strip(" *_"))
         if sentence and (words or _MATHEMATICAL.search(sentence)):
-            return sentence, cue.end() + (reason.start() if reason else end - cue.end())
+            return sentence, end
     headed = list(_HEADED.finditer(text))[-1:]
     return (headed[0][1].strip(" *_"), headed[0].end(1)) if headed else None
+
+
+def _value_end(sentence: str) -> int:
+    """Where the answer ends in its sentence: before its reason, or before a remark if a whole value precedes that."""
+    reason = _REASON.search(sentence)
+    end = reason.start() if reason else len(sentence)
+    for remark in [] if _RESULT.search(sentence, 0, end) else list(_REMARK.finditer(sentence, 0, end))[:3]:
+        value = _HEDGE.sub("", sentence[: remark.start()].strip(" *_"))
+        if _FORMULA.fullmatch(value) or quantity.read(plain(value)) is not None:
+            return remark.start()
+    return end
 
 
 def _until(text: str, start: int, end: re.Pattern[str]) -> int:

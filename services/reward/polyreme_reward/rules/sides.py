@@ -39,11 +39,15 @@ _ARGUMENT = re.compile(
     r"|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
 )
 _BOUND = re.compile(
-    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?[\s,\uff0c]*(?:\b(?:or|and/or|oder|ou|o)\b|\u6216\u8005?)"
+    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|(?:\d\s*[$%]?[\s,\uff0c]*(?:\b(?:and/or|or|and|oder|und|ou|et|o|y|plus|minus|times|mod|by|in"
+    r"|of)\b|[\u6216\u548c\u4e0e\u53ca\u3068\uacfc\uc640]\u8005?|\s-\s|\u5c0f\u65f6"
+    r"|[\u4e07\u842c\u4ebf\u5104\u5343\u767e\u5143\u89d2\u65f6\u6642\u70b9\u9ede\u5206\u5e74\u6708'])"
+    r"|\b(?:half|third|quarter|twice|double|root|square|cube|log|ln|sin|cos|tan)(?: of)?|[\[({][^\[\](){}\n]{1,60}[,;]"
+    r"|\A\W*(?:from )?[\d.,]*\d (?:[a-z]+ )?(?:to|bis|\u00e0))(?!\s*\n)"
     rf"|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
 )
 _TAG = re.compile(r"(?:<[/a-zA-Z|!][^<>\n]*|(?:^|\n)[ \t]*(?:>[ \t]*)*)>\s*[$({]?\s*$")  # <answer>5, or a quotation in Markdown
-_ABOVE = re.compile(rf"\s*\$?\s*(?:{_ORDER})\s*[\w\\]")
+_ABOVE = re.compile(rf"\s*\$?\s*(?:{_ORDER})\s*[\w\\]|(?:[abknpqrxMB]|\s?(?:[xyz]{{2,3}}|[yz]|abc?|ac|bc))(?![a-zA-Z])")
 _BEGUN_TAG = re.compile(r"\s*<\s*/?[a-zA-Z|!][^<>\n]*>")
 _LONGEST = 300
 
@@ -93,7 +97,7 @@ def states_relation(before: str) -> bool:
 
 
 def is_compared(behind: str) -> bool:
-    """Whether a number in prose is the left side of an inequality. `behind` is the text behind it."""
+    """Whether a number in prose is the left side of an inequality, or a factor of letters. `behind` is the text behind it."""
     return _ABOVE.match(behind) is not None and _BEGUN_TAG.match(behind) is None
 
 

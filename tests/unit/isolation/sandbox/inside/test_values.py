@@ -13,7 +13,7 @@ from polyreme.isolation.sandbox.inside.values import Unplain, decode, encode, re
 
 hashables = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 plain = st.recursive(
-    hashables | st.complex_numbers(allow_nan=False),
+    hashables | st.complex_numbers(allow_nan=False) | st.dates() | st.datetimes() | st.times() | st.timedeltas() | st.fractions(),
     lambda each: (
         st.lists(each) | st.tuples(each, each) | st.dictionaries(hashables, each) | st.sets(hashables) | st.frozensets(hashables)
     ),
