@@ -25,7 +25,7 @@ RUN_ID = "bench-parts"
 
 
 async def sample(
-    engine: Any, config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int, requests: int
+    engine: Any, config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int, requests: int = 1
 ) -> list[list[tuple[list[int], list[float], str]]]:
     """Returns (ids, logprobs, finish) of every sample of every prompt. Each is sampled by so many requests, one after the other."""
     tokens = -(-config.rollout.max_new_tokens // requests)
