@@ -122,7 +122,15 @@ def test_a_workers_calls_are_read_within_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"calls": [["f", "{}", "x", "soon", ""]]}, {"calls": [["f"]]}, {"calls": [[1] * 5]}, {"tools": [3]}]
+    "changes",
+    [
+        {"calls": [["f", "{}", "x", "soon", ""]]},
+        {"parts": {"a": "b"}},
+        {"parts": [1]},
+        {"calls": [["f"]]},
+        {"calls": [[1] * 5]},
+        {"tools": [3]},
+    ],
 )
 def test_what_no_worker_says_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises((ContractError, TypeError, ValueError)):

@@ -20,7 +20,7 @@ from polyreme.isolation.processes import INVALID_MESSAGE
 from polyreme.net.ports import free_port
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import posted
-from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.contract import ContractError, finite, numbers
 from polyreme_environment.foreign_process import ForeignProcess, KeptProcesses, run_foreign, until_answers
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.nemo_gym.servers import GymPlan, plan, program, read_file, site_packages
@@ -155,11 +155,11 @@ def scored(reply: Mapping[str, object], row: Mapping[str, object]) -> Result:
         ContractError: the environment has failed. And one of INVALID_MESSAGE.
     """
     if reply.get("failure_kind") or reply.get("mask_sample"):
-        why = f"failed: {reply.get('failure_kind') or 'mask_sample'}: {reply.get('failure_reason')}"[:_SHOWN]
-        raise ContractError(why.encode(errors="replace").decode())
-    numbers = {
-        name: finite(value, f"number {name}")
+        why = f"failed: {reply.get('failure_kind') or 'mask_sample'}: {reply.get('failure_reason')}"
+        raise ContractError(why[:_SHOWN])
+    told = {
+        name: value
         for name, value in reply.items()
         if name not in row and name not in ("reward", "mask_sample") and isinstance(value, bool | int | float)
     }
-    return Result(finite(reply["reward"], "reward"), numbers)
+    return Result(finite(reply["reward"], "reward"), numbers(told, "the agent"))
