@@ -31,7 +31,8 @@ class Toolbox:
         for name in self._names:
             if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
-        self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
+        tools = [(name, getattr(kind, name)) for name in self._names]
+        self.schemas: list[Schema] = [getattr(tool, "schema", None) or tool_schema(tool, name, where) for name, tool in tools]
 
     def only(self, names: object) -> "Toolbox":
         """The same with these of its tools, in its order. Raises ContractError for another name, or what is no list of names."""
@@ -98,11 +99,6 @@ class Toolbox:
             tool = partial(tool, seconds)
         bound = inspect.signature(tool).bind(**call.arguments)
         return partial(tool, *bound.args, **bound.kwargs)
-
-
-def _schema(tool: Callable[..., object], name: str, where: str) -> Schema:
-    """The schema that a tool brings, or that of its signature."""
-    return getattr(tool, "schema", None) or tool_schema(tool, name, where)
 
 
 def cut(text: str, limit: int) -> str:
