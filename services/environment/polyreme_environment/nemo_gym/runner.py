@@ -67,11 +67,7 @@ class NeMoGymRunner:
             )
         self._server = server
         self._scratch = tempfile.mkdtemp(prefix="polyreme-nemo-gym-")
-        try:
-            await self._kept.start()
-        except BaseException:
-            await self.close()
-            raise
+        await self._kept.start()
 
     async def close(self) -> None:
         """Ends the servers."""
