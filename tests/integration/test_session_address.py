@@ -153,6 +153,14 @@ async def test_what_a_session_refuses_costs_no_turn():
         episode = await opened()
         assert await code_of(episode.ask(HELLO, n=2)) == (400, "invalid_request")
         assert await code_of(episode.ask({"role": "user", "content": "a" * 11})) == (400, "invalid_request")
+        tool = {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {"a" * (1 << 20): {}}}},
+        }
+        assert await code_of(episode.ask(HELLO, tools=[tool])) == (400, "invalid_request")
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "a" * 11})}}
+        past = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert await code_of(episode.ask(past, HELLO)) == (400, "invalid_request")
         refused = episode.ask(HELLO, temperature=0.5)
         assert (await episode.read()).agent.temperature == 0.5
         await episode.answer(refused="another temperature")

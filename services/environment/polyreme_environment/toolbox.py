@@ -114,8 +114,5 @@ def _reason(error: Exception) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001 str() of a user's exception may raise
         text = ""
-    return (
-        (text if type(error) in (TypeError, ValueError) and text else f"{type(error).__name__}: {text}")
-        .encode(errors="replace")
-        .decode()
-    )
+    shown = text if type(error) in (TypeError, ValueError) and text else f"{type(error).__name__}: {text}"
+    return shown.encode(errors="replace").decode()

@@ -26,6 +26,8 @@ Read = Callable[[Callable[[str], list[Message]]], TurnRequest]
 """Reads a request, by the conversation up to an answer. Raises RefusedRequestError."""
 WAITING = 64
 """Maximum number of requests of a session that wait to be asked for."""
+_REPEATED = 1 << 20
+"""Maximum of what each request repeats: the characters of its tools, or all tokens of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,13 @@ class AgentSession:
             pending = self._sampling[self._newest] = self._waiting.popleft()
             pending.number = self._newest
             asked = self._placed(self._newest, pending.request)
-            chars = sum(len(message["content"]) for message in asked.messages) + len(asked.text or "")
-            if chars <= (limit := self._limits.chars):
+            fields = [field for message in asked.messages for field in message.items()]
+            new = sum(_chars(each) for key, each in fields if key not in ("role", "reasoning")) + len(asked.text or "")
+            repeated = _chars(asked.request.tools) + (0 if asked.text else len(asked.request.prompt or ()))
+            if new <= (limit := self._limits.chars) and repeated <= _REPEATED:
                 return asked
-            found = f"expected at most environment.max_message_chars = {limit} new characters in a request; found {chars}"
+            expected = f"{limit} new characters in a request, and {_REPEATED} of its tools or tokens"
+            found = f"expected at most environment.max_message_chars = {expected}; found {new} and {repeated}"
             self.refused(asked.number, found)
         return Withdrawn(self._withdrawn.popleft())
 
@@ -330,3 +335,7 @@ class AgentSession:
     def _refuse(self, pending: _Pending, error: RefusedRequestError) -> None:
         del self._known[pending.request.digest]
         pending.answer.set_exception(error)
+
+
+def _chars(value: object) -> int:
+    return len(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
