@@ -68,7 +68,7 @@ class _Pending:
         number: 0 while it waits.
         so_far: what is certain of the turn; None: nothing has been told of it.
         told: what `so_far` was read from.
-        grown: set, and replaced, when more is told.
+        grown: ends, and is replaced, when more is told.
         streams: how many callers follow it as it is sampled.
         is_kept: whether it is sampled to its end without them.
     """
@@ -78,7 +78,7 @@ class _Pending:
     number: int = 0
     so_far: PartialTurn | None = None
     told: str = ""
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    grown: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     streams: int = 0
     is_kept: bool = False
 
@@ -150,14 +150,10 @@ class AgentSession:
         shown: PartialTurn | None = None
         try:
             while not pending.answer.done():
-                grown = asyncio.ensure_future(pending.grown.wait())
+                waits: set[asyncio.Future[Any]] = {pending.grown, pending.answer}
                 if (shown := pending.so_far) is not None:
                     yield shown
-                try:
-                    waits: set[asyncio.Future[Any]] = {grown, pending.answer}
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    grown.cancel()
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if pending.so_far is not None and pending.so_far is not shown:
                 yield pending.so_far  # a refusal may follow it
             yield await asyncio.shield(pending.answer)
@@ -251,8 +247,8 @@ class AgentSession:
             said = spoken_so_far(text, request.stop, self._parser(request), delta.in_thought)
         created = int(time.time()) if pending.so_far is None else pending.so_far.created
         pending.so_far = PartialTurn(f"{self.id}-{delta.number}", created, said, delta.context_tokens)
-        grown, pending.grown = pending.grown, asyncio.Event()
-        grown.set()
+        grown, pending.grown = pending.grown, asyncio.get_running_loop().create_future()
+        grown.set_result(None)
         return pending.so_far
 
     def _parser(self, request: TurnRequest) -> str | None:
@@ -300,7 +296,7 @@ class AgentSession:
     def _made(self, after: int, messages: list[Message]) -> list[ToolCall]:
         """The calls of a turn whose results are in these messages. Each one is told once."""
         made = self._calls.get(after, {})
-        found = [(made.pop(message.get("tool_call_id", ""), None), message["content"]) for message in messages]
+        found = [(made.pop(str(message.get("tool_call_id")), None), message["content"]) for message in messages]
         return [(call.name, call.text, result, 0.0, "") for call, result in found if call is not None]
 
     def _withdraw(self, pending: _Pending) -> None:
