@@ -198,6 +198,8 @@ def numbers(value: object, what: str) -> dict[str, float]:
 
 def finite(value: object, what: str) -> float:
     try:
+        if isinstance(value, str | bytes | bytearray):  # a text that looks like a number is an answer, not its reward
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise ContractError(f"expected a number as the {what}; found {_shown(value)}") from None

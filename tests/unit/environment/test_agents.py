@@ -260,7 +260,8 @@ async def test_the_id_of_a_result_may_be_any_json() -> None:
     session.take()
     session.sampled(pb.Answer(number=1, text='<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
     answer = (await asking).message
-    for id in (["a"], {}, 1, answer["tool_calls"][0]["id"]):
+    ids: list[Any] = [["a"], {}, 1, answer["tool_calls"][0]["id"]]
+    for id in ids:
         result = {"role": "tool", "tool_call_id": id, "content": "1"}
         asking = asyncio.ensure_future(session.answer(request(tools=[tool], messages=[HELLO, answer, result])))
         await asyncio.sleep(0)
@@ -365,7 +366,9 @@ def test_results_of_an_agent(value: Any, expected: Result) -> None:
     assert read_result(value) == expected
 
 
-@pytest.mark.parametrize("value", ["high", float("nan"), [1.0], {"score": 1.0}, {"metrics": [1]}, {"metrics": {"a": "b"}}])
+@pytest.mark.parametrize(
+    "value", ["high", "42", {"reward": "1"}, float("nan"), [1.0], {"score": 1.0}, {"metrics": [1]}, {"metrics": {"a": "b"}}]
+)
 def test_what_is_no_result_is_refused(value: Any) -> None:
     with pytest.raises(ContractError):
         read_result(value)
