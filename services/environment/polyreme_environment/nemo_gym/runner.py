@@ -83,7 +83,7 @@ class NeMoGymRunner:
         text = await self.answer(row, api_key)  # the package knows a session by its key alone
         try:
             return scored(json.loads(text), row)
-        except (ContractError, *INVALID_MESSAGE) as error:
+        except (ContractError, RecursionError, *INVALID_MESSAGE) as error:
             raise PlayError(f"the agent of NeMo Gym: {error or type(error).__name__}") from None
 
     async def answer(self, row: dict[str, object], rollout: str) -> bytes:
