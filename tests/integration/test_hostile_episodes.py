@@ -55,6 +55,10 @@ class Hostile:
                 os.write(1, b"x" * (1 << 20)); os.write(2, b"x" * (1 << 20))
         if message == "return":
             return "x" * (1 << 28), 0.0, False
+        if message == "raise":
+            raise ValueError("half \\ud800 of a character")
+        if message == "name":
+            return "over", 1.0, True, {"half \\ud800": 2.0}
         return "go on", 0.0, False
 '''
 CALL = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
@@ -105,6 +109,14 @@ async def test_a_message_beyond_its_bound_fails_and_a_result_is_cut(hostile):
         (result,) = (await said(call, CALL % "look")).messages
         assert len(result.content) <= 1000
         assert "max_message_chars" in (await said(call, "return")).error
+
+
+@pytest.mark.parametrize(("act", "error", "parts"), [("raise", "half ? of a character", {}), ("name", "", {"half ?": 2.0})])
+async def test_half_a_character_reaches_the_caller_as_a_mark(hostile, act, error, parts):
+    async with streams(**hostile) as (_, begin):
+        await said(call := await begin())
+        ending = await said(call, act)
+        assert error in ending.error and bool(error) == bool(ending.error) and dict(ending.parts) == parts
 
 
 async def test_endless_calls_of_one_answer_have_a_deadline(hostile):

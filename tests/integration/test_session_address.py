@@ -1,6 +1,7 @@
 """The session address over HTTP, as the public client of OpenAI and hostile ones use it. The test is the agent, and answers the episode's stream."""
 
 import asyncio
+import gzip
 import json
 
 import grpc
@@ -152,6 +153,14 @@ async def test_what_a_session_refuses_costs_no_turn():
         episode = await opened()
         assert await code_of(episode.ask(HELLO, n=2)) == (400, "invalid_request")
         assert await code_of(episode.ask({"role": "user", "content": "a" * 11})) == (400, "invalid_request")
+        tool = {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {"a" * (1 << 20): {}}}},
+        }
+        assert await code_of(episode.ask(HELLO, tools=[tool])) == (400, "invalid_request")
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "a" * 11})}}
+        past = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert await code_of(episode.ask(past, HELLO)) == (400, "invalid_request")
         refused = episode.ask(HELLO, temperature=0.5)
         assert (await episode.read()).agent.temperature == 0.5
         await episode.answer(refused="another temperature")
@@ -309,7 +318,7 @@ async def test_abandoned_sessions_leave_nothing_behind():
         (JSONResponse({"reward": "high"}), "expected a number as the reward"),
         (JSONResponse(None), "expected a reward, which the agent returns"),
         (Response(b"1" * (2 << 20)), "expected at most 1048576 bytes"),
-        (Response("1.0", headers={"content-encoding": "gzip"}), "as its Content-Encoding says"),
+        (Response(gzip.compress(b"1.0"), headers={"content-encoding": "gzip"}), "expected no Content-Encoding"),
     ],
 )
 async def test_a_broken_reply_of_an_agent_is_a_failure(reply, error):

@@ -210,9 +210,13 @@ async def test_an_mcp_server_over_http(tmp_path):
         await server.wait()
 
 
+PINGS, ENDLESS = 1, 2
+
+
 @contextmanager
 def answering(statuses):
-    """An MCP server over HTTP, whose tools are these statuses, with which they refuse a call; 0: it hangs. Yields its address and what was asked."""
+    """An MCP server over HTTP, whose tools are these statuses, with which they refuse a call; 0: it hangs; PINGS: it hangs with a stream that
+    says it is alive; ENDLESS: its reply is endless. Yields its address and what was asked."""
     asked, ends = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -222,6 +226,14 @@ def answering(statuses):
             status = statuses.get(message.get("params", {}).get("name", message["method"]), 200)
             if not status:
                 ends.wait()
+                return
+            if status < 200:
+                self.send_response(200)
+                self.send_header("content-type", "text/event-stream" if status == PINGS else "application/json")
+                self.end_headers()
+                with suppress(OSError):
+                    while not ends.wait(0.05 if status == PINGS else 0):
+                        self.wfile.write(b": ping\n\n" if status == PINGS else b" " * (1 << 20))
                 return
             told = (
                 {"error": {"message": f"no: {status}"}}
@@ -259,13 +271,19 @@ def test_a_call_that_an_mcp_server_refuses_fails_alone():
         assert asked.count("initialize") == 2, "404 ends a session"
 
 
-def test_a_call_of_an_mcp_server_has_the_seconds_of_a_step():
-    with answering({"slow": 0}) as (address, asked):
+@pytest.mark.parametrize("how", [0, PINGS])
+def test_a_call_of_an_mcp_server_has_the_seconds_of_a_step(how):
+    with answering({"slow": how}) as (address, asked):
         tools = McpClient(address, 0.2).tools()
         for _ in range(2):
             with pytest.raises(ContractError, match=r"0\.2 s"):
                 tools["slow"](None)
         assert asked.count("initialize") == 1, "other calls go on"
+
+
+def test_an_endless_reply_of_an_mcp_server_is_not_kept():
+    with answering({"endless": ENDLESS}) as (address, _), pytest.raises(LostError, match="bytes"):
+        McpClient(address, 60.0).tools()["endless"](None)
 
 
 def test_an_mcp_server_that_refuses_to_begin_has_no_tools():

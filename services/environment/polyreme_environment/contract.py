@@ -125,29 +125,26 @@ def moved(answer: object, limit: int) -> Moved:
         raise ContractError(f"expected step to return (observation, reward, done); found {_shown(answer)}")
     observation, reward, done, *more = answer
     messages = _messages(observation, "step", limit)
-    parts = more[0] if more else {}
-    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
-        raise ContractError(f"expected a dict of numbers as the fourth value of step; found {_shown(parts)}")
+    parts = numbers(more[0] if more else {}, "step")
     if not done and not messages:
         raise ContractError("expected an observation from step, since done is false; found none")
-    numbers = {name: finite(value, f"{name} of step") for name, value in parts.items()}
-    return Moved([] if done else messages, finite(reward, "reward of step"), bool(done), numbers)
+    return Moved([] if done else messages, finite(reward, "reward of step"), bool(done), parts)
 
 
 def understood(reply: Reply, limit: int) -> Moved:
     """A worker's reply, which its user code could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
-    numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}
+    parts = numbers(reply["parts"], "the worker")
     calls = [tool_call(*call, limit=limit) for call in reply["calls"]]
     tools = [dict(tool) for tool in reply["tools"]]
     return Moved(
-        _messages(said, "the worker", limit), finite(reply["reward"], "reward"), bool(reply["done"]), numbers, calls, tools
+        _messages(said, "the worker", limit), finite(reply["reward"], "reward"), bool(reply["done"]), parts, calls, tools
     )
 
 
 def tool_call(name: str, arguments: str, result: str, seconds: float, error: str, *, limit: int) -> ToolCall:
     """A call as it may be sent: in valid Unicode, with texts of at most `limit` characters."""
-    texts = [text[:limit].encode(errors="replace").decode() for text in (name, arguments, result, error)]
+    texts = [valid_text(text[:limit]) for text in (name, arguments, result, error)]
     return texts[0], texts[1], texts[2], max(0.0, finite(seconds, "seconds of a tool")), texts[3]
 
 
@@ -178,17 +175,31 @@ def _messages(value: object, method: str, limit: int) -> list[Message]:
 def result_of(tool: str, answer: object) -> str:
     """What a tool returned as text: a text as it is, another value as JSON. Raises ContractError."""
     if isinstance(answer, str):
-        return answer.encode(errors="replace").decode()
+        return valid_text(answer)
     try:
-        return json.dumps(answer, ensure_ascii=False).encode(errors="replace").decode()
+        return valid_text(json.dumps(answer, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ContractError(
             f"expected {tool} to return a text or a value that JSON has; found {_shown(answer)}: {error}"
         ) from None
 
 
+def valid_text(text: str) -> str:
+    """A text with `?` for half characters, which Python and escapes of JSON may have, and no message of a service."""
+    return text.encode(errors="replace").decode()
+
+
+def numbers(value: object, what: str) -> dict[str, float]:
+    """Numbers to report, by name. `what` gave them. Raises ContractError."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ContractError(f"expected a dict of numbers from {what}; found {_shown(value)}")
+    return {valid_text(name): finite(each, f"{name:.100} of {what}") for name, each in value.items()}
+
+
 def finite(value: object, what: str) -> float:
     try:
+        if isinstance(value, str | bytes | bytearray):  # a text that looks like a number is an answer, not its reward
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise ContractError(f"expected a number as the {what}; found {_shown(value)}") from None

@@ -17,7 +17,7 @@ from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
 from polyreme.net.call_stream import CallError, CallStream
 from polyreme.net.rpc import PENDING_CALLS
-from polyreme_environment.contract import Moved
+from polyreme_environment.contract import Moved, valid_text
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import (
     AgentMoved,
@@ -65,7 +65,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             if goes_on:
                 await _left(context)
         except CallError as error:
-            await context.abort(error.code, str(error))
+            await context.abort(error.code, valid_text(str(error)))
 
     async def RunMany(
         self, requests: AsyncIterator[pb.RunManyRequest], context: grpc.aio.ServicerContext
@@ -130,7 +130,7 @@ async def _play(
             yield _response(replace(moved, parts=parts), time.monotonic() - began)
             request = None if moved.done else await anext(requests, None)
     except PlayError as error:
-        yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
+        yield pb.RunResponse(ending=pb.Ending(error=valid_text(str(error)), seconds=time.monotonic() - began))
 
 
 async def _play_agent(

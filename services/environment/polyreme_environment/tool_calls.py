@@ -1,13 +1,15 @@
 """The tool calls in an answer, as the policy's chat template teaches it to write them.
 
 Invariant: this is the only place that knows how a model writes a call. What looks like a call and is none is malformed, with the
-reason, and never left out. A thought has no calls. Pure.
+reason, and never left out. A thought has no calls. Every reader of JSON can read the arguments of a call. Pure.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from polyreme.dataset.strict_json import half_character, value_in, whole_value
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 _THOUGHT_BEGINS, _THOUGHT_ENDS, _CALL_BEGINS = "<think>", "</think>", "<tool_call>"
@@ -56,11 +58,11 @@ def _llama3_json(said: str) -> Calls:
     text = said.replace("<|python_tag|>", "").strip()
     if not text.startswith("{"):
         return []
-    decoder, calls = json.JSONDecoder(parse_constant=_refuse), Calls()
+    calls = Calls()
     while text:
         try:
-            _, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError) as error:
+            _, end = value_in(text, 0)
+        except ValueError as error:
             return [*calls, Malformed(text, f"it is no JSON: {error}")]
         calls.append(_read(text[:end], "parameters"))
         rest = text[end:].lstrip()
@@ -102,16 +104,13 @@ def write_call(name: str, arguments: str, parser: str) -> str:
 
 def _read(text: str, key: str) -> ParsedCall | Malformed:
     try:
-        value = json.loads(text, parse_constant=_refuse)
-        json.dumps(value, ensure_ascii=False).encode()  # an escape may stand for half a character
-    except (ValueError, RecursionError) as error:
+        value = whole_value(text)
+    except ValueError as error:
         return Malformed(text, f"it is no JSON: {error}")
+    if half := half_character(value):
+        return Malformed(text, f"it has {half}, half of a surrogate pair")
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return Malformed(text, f'expected {{"name": ..., "{key}": {{...}}}}')
     return ParsedCall(name, arguments, json.dumps(arguments, ensure_ascii=False))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")

@@ -31,7 +31,8 @@ class Toolbox:
         for name in self._names:
             if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
-        self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
+        tools = [(name, getattr(kind, name)) for name in self._names]
+        self.schemas: list[Schema] = [getattr(tool, "schema", None) or tool_schema(tool, name, where) for name, tool in tools]
 
     def only(self, names: object) -> "Toolbox":
         """The same with these of its tools, in its order. Raises ContractError for another name, or what is no list of names."""
@@ -100,11 +101,6 @@ class Toolbox:
         return partial(tool, *bound.args, **bound.kwargs)
 
 
-def _schema(tool: Callable[..., object], name: str, where: str) -> Schema:
-    """The schema that a tool brings, or that of its signature."""
-    return getattr(tool, "schema", None) or tool_schema(tool, name, where)
-
-
 def cut(text: str, limit: int) -> str:
     """A text of at most `limit` characters, which says so where it was longer."""
     if len(text) <= limit:
@@ -118,8 +114,5 @@ def _reason(error: Exception) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001 str() of a user's exception may raise
         text = ""
-    return (
-        (text if type(error) in (TypeError, ValueError) and text else f"{type(error).__name__}: {text}")
-        .encode(errors="replace")
-        .decode()
-    )
+    shown = text if type(error) in (TypeError, ValueError) and text else f"{type(error).__name__}: {text}"
+    return shown.encode(errors="replace").decode()

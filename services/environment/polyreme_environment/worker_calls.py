@@ -73,7 +73,7 @@ class WorkerCalls:
                 raise WorkerLostError(self._ended)
             number = next(self._numbers)
             answer = self._calls[number] = asyncio.get_running_loop().create_future()
-            answer.add_done_callback(_noted)
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
             try:
                 async with asyncio.timeout(seconds):
                     await self._worker.send({"number": number, **message})
@@ -162,11 +162,6 @@ class WorkerCalls:
             self._retire("timeout")
             if not self.episodes:
                 self.end("a call did not end", "timeout")
-
-
-def _noted(call: "asyncio.Future[Reply]") -> None:
-    """Its caller may have left, so that asyncio would log its failure."""
-    call.exception()
 
 
 class EpisodeWorkers:

@@ -20,7 +20,7 @@ from polyreme_environment.agents.conversation import AgentConversation, digests
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
-from polyreme_environment.agents.session import AgentSession, SessionLimits
+from polyreme_environment.agents.session import AgentSession, Asked, SessionLimits, Withdrawn
 from polyreme_environment.contract import ContractError
 from polyreme_environment.tool_calls import ParsedCall
 
@@ -253,6 +253,37 @@ async def test_a_session_keeps_no_request_that_it_has_answered() -> None:
     assert await session.answer(request()) is turn and session.take() is None
 
 
+async def test_the_id_of_a_result_may_be_any_json() -> None:
+    session, tool = AgentSession(SessionLimits(1000, 1, "hermes")), {"type": "function", "function": {"name": "f"}}
+    asking = asyncio.ensure_future(session.answer(request(tools=[tool])))
+    await asyncio.sleep(0)
+    session.take()
+    session.sampled(pb.Answer(number=1, text='<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
+    answer = (await asking).message
+    ids: list[Any] = [["a"], {}, 1, answer["tool_calls"][0]["id"]]
+    for id in ids:
+        result = {"role": "tool", "tool_call_id": id, "content": "1"}
+        asking = asyncio.ensure_future(session.answer(request(tools=[tool], messages=[HELLO, answer, result])))
+        await asyncio.sleep(0)
+        asked = session.take()
+        assert isinstance(asked, Asked) and asked.after == 1 and len(asked.calls) == isinstance(id, str)
+        session.refused(asked.number, "enough")
+        with pytest.raises(RefusedRequestError):
+            await asking
+
+
+async def test_a_stream_that_is_closed_leaves_no_task() -> None:
+    session, before = AgentSession(SessionLimits(1000, 1, "hermes")), asyncio.all_tasks()
+    parts = session.streamed(lambda history: request())
+    first = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    session.take()
+    session.told(pb.Delta(number=1, text="hel"))
+    assert (await first).said == Spoken("hel")
+    await parts.aclose()
+    assert asyncio.all_tasks() == before and isinstance(session.take(), Withdrawn)
+
+
 def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": {"a": 12}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -335,7 +366,9 @@ def test_results_of_an_agent(value: Any, expected: Result) -> None:
     assert read_result(value) == expected
 
 
-@pytest.mark.parametrize("value", ["high", float("nan"), [1.0], {"score": 1.0}, {"metrics": [1]}, {"metrics": {"a": "b"}}])
+@pytest.mark.parametrize(
+    "value", ["high", "42", {"reward": "1"}, float("nan"), [1.0], {"score": 1.0}, {"metrics": [1]}, {"metrics": {"a": "b"}}]
+)
 def test_what_is_no_result_is_refused(value: Any) -> None:
     with pytest.raises(ContractError):
         read_result(value)

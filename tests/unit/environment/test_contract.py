@@ -93,6 +93,9 @@ class Nasty:
         (None, r"\(observation, reward, done\); found None"),
         (("x", 1.0), r"\(observation, reward, done\)"),
         (("x", "much", False), "a number as the reward"),
+        (("x", "42", False), "a number as the reward"),
+        (("x", b"42", False), "a number as the reward"),
+        (("x", 0.0, True, {"a": "1"}), "a number as the a of step"),
         (("x", None, False), "a number as the reward"),
         (("x", float("nan"), False), "a finite reward"),
         (("x", 0.0, False, [1]), "a dict of numbers"),
@@ -122,7 +125,15 @@ def test_a_workers_calls_are_read_within_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"calls": [["f", "{}", "x", "soon", ""]]}, {"calls": [["f"]]}, {"calls": [[1] * 5]}, {"tools": [3]}]
+    "changes",
+    [
+        {"calls": [["f", "{}", "x", "soon", ""]]},
+        {"parts": {"a": "b"}},
+        {"parts": [1]},
+        {"calls": [["f"]]},
+        {"calls": [[1] * 5]},
+        {"tools": [3]},
+    ],
 )
 def test_what_no_worker_says_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises((ContractError, TypeError, ValueError)):

@@ -15,7 +15,7 @@ from polyreme_environment.foreign_classes.stand_ins import MODULES, BaseTool, To
 
 ANSWER = {"rewards": 0.5, "environment_feedback": "again", "done": False}
 ROW = {"prompt": "2+2=", "answer": "4"}
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
 }
@@ -138,6 +138,24 @@ def test_a_tool_that_answers_otherwise_is_refused(answers: object, error: str) -
 
     with pytest.raises(ContractError, match=error):
         asyncio.run(play())
+
+
+@pytest.mark.usefixtures("offered")
+async def test_each_instance_is_released_though_one_raises() -> None:
+    class Held(Look):
+        async def release(self, instance_id: str, **_: Any) -> None:
+            released.append(self.name)
+            raise ValueError(self.name)
+
+    released = list[str]()
+    schemas = [{**SCHEMA, "function": {**SCHEMA["function"], "name": name}} for name in "abc"]
+    listed = [{"class_name": "tools.Held", "tool_schema": schema} for schema in schemas]
+    kind, _ = environment_class({"Held": Held}, None, {"tools": listed}, "a.py")
+    episode = kind()
+    await episode.reset(ROW)
+    with pytest.raises(ValueError, match="a"):
+        await episode.close()
+    assert released == ["c", "b", "a"]
 
 
 @pytest.mark.usefixtures("offered")

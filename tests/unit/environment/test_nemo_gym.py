@@ -1,16 +1,20 @@
 """The rewards of NeMo Gym, and its processes."""
 
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme_environment.agents.result import Result
 from polyreme_environment.contract import ContractError
-from polyreme_environment.nemo_gym.runner import scored
+from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.nemo_gym.runner import NeMoGymRunner, scored
 from polyreme_environment.nemo_gym.servers import plan
 from polyreme_environment.nemo_gym.tasks import row
+from polyreme_environment.pool import PlayError
 
 
 def test_a_reward_and_the_numbers_beside_it() -> None:
@@ -38,6 +42,18 @@ def test_a_reward_and_the_numbers_beside_it() -> None:
 def test_a_failure_is_no_reward(more: dict[str, Any], expected: str) -> None:
     with pytest.raises(ContractError, match=expected):
         scored({"reward": 0.0, **more}, {})
+
+
+@pytest.mark.parametrize("said", [b"{", b"[1]", b"[" * 100_000], ids=["broken", "list", "deep"])
+async def test_an_agents_answer_that_is_no_object_has_failed(said: bytes) -> None:
+    class Saying(NeMoGymRunner):
+        async def answer(self, row: dict[str, object], rollout: str) -> bytes:
+            return said
+
+    runner = Saying(EnvironmentConfig(nemo_gym="gym.yaml", venv=Path("venv")), EnvironmentMetrics())
+    with pytest.raises(PlayError, match="the agent of NeMo Gym: "):
+        await runner.run({"task": {}}, "http://any/s/1/v1", "ab12")
+    await runner.close()
 
 
 def test_the_processes_of_a_file() -> None:

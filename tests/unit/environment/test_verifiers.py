@@ -65,7 +65,7 @@ def test_a_failed_episode_has_no_reward(deltas: list[Any], rewards: Any, told: d
         ([], REWARDS, reply(calls=0), "expected the trace"),
         ([{"discard": True}], REWARDS, reply(), "expected the trace"),
         ([{"trace": "b"}], REWARDS, {**reply(), "traces": []}, "found 0 traces"),
-        ([], {"found": {"score": float("nan"), "weight": 1.0}}, reply(), "finite reward found"),
+        ([], {"found": {"score": float("nan"), "weight": 1.0}}, reply(), "finite found of the rewards"),
         ([], {"found": {"score": 1e308, "weight": 10.0}}, reply(), "finite reward"),
     ],
 )

@@ -6,7 +6,7 @@ Invariant: what a user's code returns is either understood completely or refused
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.contract import ContractError, finite, numbers
 
 _KEYS = {"reward", "metrics"}
 
@@ -27,11 +27,6 @@ def read_result(value: object) -> Result:
         return Result(finite(value, "reward of the agent"))
     if not value.keys() <= _KEYS:
         raise ContractError(f"expected reward and metrics from the agent; found {sorted(map(str, value.keys() - _KEYS))!r:.100}")
-    metrics = value.get("metrics") or {}
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ContractError(f"expected a mapping of numbers as metrics of the agent; found {metrics!r:.100}")
     reward = value.get("reward")
-    return Result(
-        None if reward is None else finite(reward, "reward of the agent"),
-        {name: finite(each, f"metric {name} of the agent") for name, each in metrics.items()},
-    )
+    metrics = numbers(value.get("metrics") or {}, "the agent's metrics")
+    return Result(None if reward is None else finite(reward, "reward of the agent"), metrics)

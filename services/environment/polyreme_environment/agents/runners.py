@@ -44,7 +44,8 @@ class Runner(Protocol):
     async def start(self, server: str) -> None:
         """Raises ConfigError or UnavailableError when there is no agent. `server`: http(s)://host:port of the session address."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Follows `start`, also one that failed."""
 
     async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """One run. A run that is cancelled ends soon after.
@@ -60,21 +61,20 @@ async def posted(url: str, body: object, limit: int) -> tuple[httpx.Response, by
     """The reply to a POST and its body, however long it takes: the episode has a deadline.
 
     Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each
-    request, and would keep their cookies.
+    request, and would keep their cookies. No body is decompressed, since a few bytes can stand for gigabytes.
 
-    Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes or one that cannot be decoded.
+    Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes or a compressed one.
     """
-    timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-    client = httpx.AsyncClient(timeout=timeout, verify=_certificates(), trust_env=False)
+    timeout, headers = httpx.Timeout(None, connect=_CONNECT_SECONDS), {"accept-encoding": "identity"}
+    client = httpx.AsyncClient(timeout=timeout, headers=headers, verify=_certificates(), trust_env=False)
     async with client, client.stream("POST", url, json=body) as reply:
+        if (found := reply.headers.get("content-encoding", "identity")) != "identity":
+            raise PlayError(f"expected no Content-Encoding from the agent, as its request says; found {found:.20}")
         text = b""
-        try:
-            async for part in reply.aiter_bytes():
-                text += part
-                if len(text) > limit:
-                    raise PlayError(f"expected at most {limit} bytes from the agent; found more")
-        except httpx.DecodingError as error:
-            raise PlayError(f"expected a body from the agent as its Content-Encoding says; found {error}") from None
+        async for part in reply.aiter_raw():
+            text += part
+            if len(text) > limit:
+                raise PlayError(f"expected at most {limit} bytes from the agent; found more")
     return reply, text
 
 

@@ -26,6 +26,8 @@ Read = Callable[[Callable[[str], list[Message]]], TurnRequest]
 """Reads a request, by the conversation up to an answer. Raises RefusedRequestError."""
 WAITING = 64
 """Maximum number of requests of a session that wait to be asked for."""
+_REPEATED = 1 << 20
+"""Maximum of what each request repeats: the characters of its tools, or all tokens of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Pending:
         number: 0 while it waits.
         so_far: what is certain of the turn; None: nothing has been told of it.
         told: what `so_far` was read from.
-        grown: set, and replaced, when more is told.
+        grown: ends, and is replaced, when more is told.
         streams: how many callers follow it as it is sampled.
         is_kept: whether it is sampled to its end without them.
     """
@@ -76,7 +78,7 @@ class _Pending:
     number: int = 0
     so_far: PartialTurn | None = None
     told: str = ""
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    grown: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     streams: int = 0
     is_kept: bool = False
 
@@ -148,14 +150,10 @@ class AgentSession:
         shown: PartialTurn | None = None
         try:
             while not pending.answer.done():
-                grown = asyncio.ensure_future(pending.grown.wait())
+                waits: set[asyncio.Future[Any]] = {pending.grown, pending.answer}
                 if (shown := pending.so_far) is not None:
                     yield shown
-                try:
-                    waits: set[asyncio.Future[Any]] = {grown, pending.answer}
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    grown.cancel()
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if pending.so_far is not None and pending.so_far is not shown:
                 yield pending.so_far  # a refusal may follow it
             yield await asyncio.shield(pending.answer)
@@ -199,10 +197,13 @@ class AgentSession:
             pending = self._sampling[self._newest] = self._waiting.popleft()
             pending.number = self._newest
             asked = self._placed(self._newest, pending.request)
-            chars = sum(len(message["content"]) for message in asked.messages) + len(asked.text or "")
-            if chars <= (limit := self._limits.chars):
+            fields = [field for message in asked.messages for field in message.items()]
+            new = sum(_chars(each) for key, each in fields if key not in ("role", "reasoning")) + len(asked.text or "")
+            repeated = _chars(asked.request.tools) + (0 if asked.text else len(asked.request.prompt or ()))
+            if new <= (limit := self._limits.chars) and repeated <= _REPEATED:
                 return asked
-            found = f"expected at most environment.max_message_chars = {limit} new characters in a request; found {chars}"
+            expected = f"{limit} new characters in a request, and {_REPEATED} of its tools or tokens"
+            found = f"expected at most environment.max_message_chars = {expected}; found {new} and {repeated}"
             self.refused(asked.number, found)
         return Withdrawn(self._withdrawn.popleft())
 
@@ -246,8 +247,8 @@ class AgentSession:
             said = spoken_so_far(text, request.stop, self._parser(request), delta.in_thought)
         created = int(time.time()) if pending.so_far is None else pending.so_far.created
         pending.so_far = PartialTurn(f"{self.id}-{delta.number}", created, said, delta.context_tokens)
-        grown, pending.grown = pending.grown, asyncio.Event()
-        grown.set()
+        grown, pending.grown = pending.grown, asyncio.get_running_loop().create_future()
+        grown.set_result(None)
         return pending.so_far
 
     def _parser(self, request: TurnRequest) -> str | None:
@@ -295,7 +296,7 @@ class AgentSession:
     def _made(self, after: int, messages: list[Message]) -> list[ToolCall]:
         """The calls of a turn whose results are in these messages. Each one is told once."""
         made = self._calls.get(after, {})
-        found = [(made.pop(message.get("tool_call_id", ""), None), message["content"]) for message in messages]
+        found = [(made.pop(str(message.get("tool_call_id")), None), message["content"]) for message in messages]
         return [(call.name, call.text, result, 0.0, "") for call, result in found if call is not None]
 
     def _withdraw(self, pending: _Pending) -> None:
@@ -330,3 +331,7 @@ class AgentSession:
     def _refuse(self, pending: _Pending, error: RefusedRequestError) -> None:
         del self._known[pending.request.digest]
         pending.answer.set_exception(error)
+
+
+def _chars(value: object) -> int:
+    return len(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -15,19 +15,18 @@ class SessionTable:
     """The open sessions of a server."""
 
     def __init__(self) -> None:
-        self._open: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
 
     @contextmanager
     def opened(self, limits: SessionLimits) -> Iterator[AgentSession]:
         """A session that is open until the end of the block."""
         session = AgentSession(limits)
-        self._open[session.id] = self._by_key[session.key] = session
+        self._by_key[session.key] = session
         try:
             yield session
         finally:
             session.end("the episode of this session has ended")
-            del self._open[session.id], self._by_key[session.key]
+            del self._by_key[session.key]
 
     def find(self, key: str, id: str | None) -> AgentSession:
         """The session of a key, and of an address if it names one. Raises RefusedRequestError."""

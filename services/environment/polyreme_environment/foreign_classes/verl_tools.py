@@ -70,10 +70,13 @@ class ToolsEpisode:
         return None, total, True, self._metrics
 
     async def close(self) -> None:
-        """Releases the instances."""
-        while self._instances:
+        """Releases the instances, also after one that fails to be."""
+        if self._instances:
             name, instance = self._instances.popitem()
-            await self._objects[name].release(instance, **self._arguments(name, "release"))
+            try:
+                await self._objects[name].release(instance, **self._arguments(name, "release"))
+            finally:
+                await self.close()
 
     async def _execute(self, name: str, parameters: dict[str, object]) -> str:
         arguments = self._arguments(name, "execute")

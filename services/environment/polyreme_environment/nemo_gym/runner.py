@@ -20,7 +20,7 @@ from polyreme.isolation.processes import INVALID_MESSAGE
 from polyreme.net.ports import free_port
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import posted
-from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.contract import ContractError, finite, numbers
 from polyreme_environment.foreign_process import ForeignProcess, KeptProcesses, run_foreign, until_answers
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.nemo_gym.servers import GymPlan, plan, program, read_file, site_packages
@@ -67,11 +67,7 @@ class NeMoGymRunner:
             )
         self._server = server
         self._scratch = tempfile.mkdtemp(prefix="polyreme-nemo-gym-")
-        try:
-            await self._kept.start()
-        except BaseException:
-            await self.close()
-            raise
+        await self._kept.start()
 
     async def close(self) -> None:
         """Ends the servers."""
@@ -87,7 +83,7 @@ class NeMoGymRunner:
         text = await self.answer(row, api_key)  # the package knows a session by its key alone
         try:
             return scored(json.loads(text), row)
-        except (ContractError, *INVALID_MESSAGE) as error:
+        except (ContractError, RecursionError, *INVALID_MESSAGE) as error:
             raise PlayError(f"the agent of NeMo Gym: {error or type(error).__name__}") from None
 
     async def answer(self, row: dict[str, object], rollout: str) -> bytes:
@@ -155,11 +151,11 @@ def scored(reply: Mapping[str, object], row: Mapping[str, object]) -> Result:
         ContractError: the environment has failed. And one of INVALID_MESSAGE.
     """
     if reply.get("failure_kind") or reply.get("mask_sample"):
-        why = f"failed: {reply.get('failure_kind') or 'mask_sample'}: {reply.get('failure_reason')}"[:_SHOWN]
-        raise ContractError(why.encode(errors="replace").decode())
-    numbers = {
-        name: finite(value, f"number {name}")
+        why = f"failed: {reply.get('failure_kind') or 'mask_sample'}: {reply.get('failure_reason')}"
+        raise ContractError(why[:_SHOWN])
+    told = {
+        name: value
         for name, value in reply.items()
         if name not in row and name not in ("reward", "mask_sample") and isinstance(value, bool | int | float)
     }
-    return Result(finite(reply["reward"], "reward"), numbers)
+    return Result(finite(reply["reward"], "reward"), numbers(told, "the agent"))

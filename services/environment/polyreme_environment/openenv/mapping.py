@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from polyreme.config.named_input import filled
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import ContractError, Moved, Reply, finite, moved
+from polyreme_environment.contract import ContractError, Moved, Reply, finite, moved, numbers
 from polyreme_environment.tool_schema import Schema
 
 TEXT = "$text"
@@ -104,8 +104,8 @@ def observed(reply: Mapping[str, object], path: str | None, limit: int) -> Moved
 def scored(reply: Mapping[str, object]) -> tuple[float, bool, dict[str, float]]:
     """A `step` reply's reward (null is 0), whether it ends the episode, and the numbers in its metadata. Raises ContractError."""
     metadata = reply.get("metadata") or _observation(reply).get("metadata")
-    numbers = metadata.items() if isinstance(metadata, Mapping) else ()
-    parts = {str(name): finite(value, f"{name} of step") for name, value in numbers if isinstance(value, bool | int | float)}
+    given = metadata.items() if isinstance(metadata, Mapping) else ()
+    parts = numbers({name: value for name, value in given if isinstance(value, bool | int | float)}, "step")
     reward = reply.get("reward")
     return 0.0 if reward is None else finite(reward, "reward of step"), bool(reply.get("done")), parts
 

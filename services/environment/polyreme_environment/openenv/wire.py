@@ -13,7 +13,7 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from polyreme_environment.contract import Reply
+from polyreme_environment.contract import Reply, valid_text
 
 _PING_SECONDS = 20.0
 _CLOSE_SECONDS = 2.0
@@ -61,7 +61,7 @@ class OpenEnvSocket:
 def _described(body: Reply) -> str:
     """What an error says. One of validation has its reasons apart."""
     reasons = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in body.get("errors") or ()]
-    return ("; ".join(reasons) or str(body.get("message"))).encode(errors="replace").decode()
+    return valid_text("; ".join(reasons) or str(body.get("message")))
 
 
 @asynccontextmanager

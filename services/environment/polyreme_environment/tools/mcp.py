@@ -9,8 +9,10 @@ do not wait for each other. Calls block; the caller's deadline ends the process.
 
 import itertools
 import json
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -89,7 +91,7 @@ class _Process:
 
 
 class _Http:
-    """A server behind a URL, which answers with JSON or a stream of events. A tool may be silent for `seconds`."""
+    """A server behind a URL, which answers with JSON or a stream of events, and to a call within `seconds`."""
 
     def __init__(self, url: str, seconds: float) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -121,12 +123,13 @@ class _Http:
         """Leaves it to the calls of other threads, which end with an error of their own if the server is lost."""
 
     def _sent(self, message: Message, seconds: float) -> Iterator[Message]:
-        """What the server says to a message. It may be silent for some seconds."""
-        headers = {"accept": "application/json, text/event-stream", **self._headers}
-        timeout = httpx.Timeout(_SECONDS, read=seconds)
+        """What the server says to a message within some seconds."""
+        headers = {"accept": "application/json, text/event-stream", "accept-encoding": "identity", **self._headers}
+        timeout, deadline = httpx.Timeout(_SECONDS, read=seconds), time.monotonic() + seconds
         with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout) as response:
+            body = _body(response, deadline)
             if response.is_error:
-                yield _refusal(response, message)
+                yield _refusal(response, body, message)
                 return
             if session := response.headers.get("mcp-session-id", headers.get("mcp-session-id")):
                 self._headers = {"mcp-protocol-version": _VERSION, "mcp-session-id": session}
@@ -135,18 +138,41 @@ class _Http:
             if "id" not in message:
                 return
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                for line in response.iter_lines():
-                    if line.startswith("data:") and line[5:].strip():
+                for line in body:
+                    if line.startswith(b"data:") and line[5:].strip():
                         yield json.loads(line[5:])
             else:
-                yield json.loads(response.read())
+                yield json.loads(b"\n".join(body))
 
 
-def _refusal(response: httpx.Response, message: Message) -> Message:
+def _body(response: httpx.Response, deadline: float) -> Iterator[bytes]:
+    """The lines of a body of at most _BYTES. At the deadline its connection ends. (A timeout of httpx is that of each part, and
+    servers of MCP send comments while a tool runs.) Raises ValueError or an HTTPError."""
+    connection = response.extensions["network_stream"].get_extra_info("socket")
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), connection.shutdown, [socket.SHUT_RDWR])
+    size, rest = 0, b""
+    timer.start()
+    try:
+        for part in response.iter_raw():
+            if (size := size + len(part)) > _BYTES:
+                raise ValueError(f"expected a reply of at most {_BYTES} bytes; found more")
+            *lines, rest = (rest + part).split(b"\n")
+            yield from lines
+    except httpx.TransportError:
+        if time.monotonic() < deadline:
+            raise
+    finally:
+        timer.cancel()
+    if time.monotonic() >= deadline:
+        raise httpx.ReadTimeout("the reply takes too long")
+    yield rest
+
+
+def _refusal(response: httpx.Response, body: Iterator[bytes], message: Message) -> Message:
     """The error that answers a message, in a response with the status of an error. Raises HTTPStatusError when it has none."""
     reply: Message = {}
     with suppress(ValueError, RecursionError):
-        reply = json.loads(response.read())
+        reply = json.loads(b"\n".join(body))
     answers = isinstance(reply, dict) and "error" in reply and reply.get("id") == message.get("id", "none")
     if not answers or response.status_code not in _REFUSED:
         response.raise_for_status()

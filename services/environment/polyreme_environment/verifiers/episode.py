@@ -6,7 +6,7 @@ Invariant: an episode has a reward only if it is ok, complete and scored. An ans
 from dataclasses import dataclass, field
 
 from polyreme_environment.agents.result import Result
-from polyreme_environment.contract import ContractError, Reply, finite
+from polyreme_environment.contract import ContractError, Reply, finite, numbers
 
 _SHOWN = 500
 
@@ -68,9 +68,8 @@ def _scored(fields: Reply) -> Result:
     rewards = fields.get("rewards") or {}
     if missing := [name for name, each in rewards.items() if each is None]:
         raise UnscoredEpisodeError(f"the rewards {missing} were not computed")
-    numbers = {name: finite(each["score"], f"reward {name}") for name, each in rewards.items()}
-    total = sum(numbers[name] * finite(each["weight"], f"weight of {name}") for name, each in rewards.items())
-    metrics = {
-        name: finite(value, f"metric {name}") for name, value in (fields.get("metrics") or {}).items() if value is not None
-    }
-    return Result(finite(total, "reward") if rewards else None, numbers | metrics)
+    scores = numbers({name: each["score"] for name, each in rewards.items()}, "the rewards")
+    weights = numbers({name: each["weight"] for name, each in rewards.items()}, "the weights of rewards")
+    total = sum(score * weights[name] for name, score in scores.items())
+    metrics = {name: value for name, value in (fields.get("metrics") or {}).items() if value is not None}
+    return Result(finite(total, "reward") if rewards else None, scores | numbers(metrics, "the metrics"))

@@ -50,11 +50,7 @@ class VerifiersRunner:
         """See `Runner`."""
         self._server = server
         self._folder = tempfile.mkdtemp(prefix="polyreme-verifiers-", dir=temp_root(_SOCKET_ROOM))
-        try:
-            await self._kept.start()
-        except BaseException:
-            await self.close()
-            raise
+        await self._kept.start()
 
     async def close(self) -> None:
         """Ends the env server."""

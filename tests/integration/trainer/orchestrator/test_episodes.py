@@ -241,10 +241,13 @@ async def test_a_lost_host_costs_a_try_and_the_tokens_are_the_same(world):
             await w.play(Script("more", before=lose_always), task)
 
 
-async def test_rewards_must_be_finite(world):
+@pytest.mark.parametrize(("first", "last"), [(0.0, float("nan")), (0.0, 1e39), (0.0, -2e308), (1e308, 1e308), (3e38, 3e38)])
+async def test_rewards_must_be_finite_for_the_learner(world, first, last):
     class Broken(Script):
         async def play(self, task, session):
-            return replace(await super().play(task, session), reward=float("nan"))
+            ending = await super().play(task, session)
+            session.reward(first, turn=1)
+            return replace(ending, reward=last)
 
     async with world(SHORT) as w:
         with pytest.raises(EpisodeError, match="finite rewards"):

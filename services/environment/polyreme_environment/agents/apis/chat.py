@@ -82,8 +82,8 @@ def reply(asked: Asked, turn: AgentTurn) -> Event:
         "message": {**turn.message, "refusal": None, **_fields(asked, turn)},
         "logprobs": _logprobs(asked, turn),
         "finish_reason": _finish(turn),
+        "stop_reason": turn.stopped_by,
     }
-    choice["stop_reason"] = turn.stopped_by
     return _with_ids(asked, turn, {**_head(asked, turn, "chat.completion"), "choices": [choice], "usage": usage(turn)})
 
 

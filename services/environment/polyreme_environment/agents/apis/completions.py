@@ -44,7 +44,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
 
 
 def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
-    return {**_head(asked, turn), "choices": [{**_choice(asked, turn), **_finish(turn)}], "usage": usage(turn)}
+    return {**_head(asked, turn), "choices": [_choice(asked, turn)], "usage": usage(turn)}
 
 
 class CompletionEvents:
@@ -63,7 +63,7 @@ class CompletionEvents:
         yield {**_head(self._asked, turn), "choices": [choice]}
 
     def end(self, turn: AgentTurn) -> Iterator[Event]:
-        yield {**_head(self._asked, turn), "choices": [{**_choice(self._asked, turn), "text": "", **_finish(turn)}]}
+        yield {**_head(self._asked, turn), "choices": [{**_choice(self._asked, turn), "text": ""}]}
         if wants_usage(self._asked):
             yield {**_head(self._asked, turn), "choices": [], "usage": usage(turn)}
 
@@ -92,7 +92,7 @@ def _choice(asked: Asked, turn: AgentTurn) -> dict[str, object]:
         choice["logprobs"] = _logprobs(asked, turn)
     if asked.get("return_token_ids") and turn.sampled is not None:
         choice |= {"token_ids": list(turn.sampled.ids), "prompt_token_ids": list(turn.sampled.context_ids)}
-    return choice
+    return choice | {"finish_reason": "length" if turn.is_cut else "stop", "stop_reason": turn.stopped_by}
 
 
 def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object]:
@@ -102,10 +102,6 @@ def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object]:
         at += len(each["token"])
     numbers = [each["logprob"] for each in turn.logprobs()]
     return {"tokens": token_names(asked, turn), "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
-
-
-def _finish(turn: AgentTurn) -> dict[str, object]:
-    return {"finish_reason": "length" if turn.is_cut else "stop", "stop_reason": turn.stopped_by}
 
 
 def _head(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, object]:

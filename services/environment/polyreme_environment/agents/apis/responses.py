@@ -72,7 +72,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
 
 
 def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
-    whole = {
+    return {
         **_response(asked, turn),
         "status": "incomplete" if turn.is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if turn.is_cut else None,
@@ -85,7 +85,6 @@ def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
             "total_tokens": turn.context_tokens + turn.tokens,
         },
     }
-    return whole
 
 
 class ResponseEvents:
@@ -127,7 +126,8 @@ class ResponseEvents:
         if self._begun[-1:] != [item["type"]]:
             yield from self._begin(item)
         kind = item["content"][0]["type"]
-        yield self._event({"type": f"response.{kind}.delta", **self._part(item), "delta": text, **_no_logprobs(kind)})
+        logprobs: Event = {"logprobs": []} if kind == "output_text" else {}
+        yield self._event({"type": f"response.{kind}.delta", **self._part(item), "delta": text, **logprobs})
 
     def _begin(self, item: _Item) -> Iterator[Event]:
         self._begun.append(item["type"])
@@ -161,10 +161,6 @@ class ResponseEvents:
 
 
 events = ResponseEvents
-
-
-def _no_logprobs(kind: str) -> Event:
-    return {"logprobs": []} if kind == "output_text" else {}
 
 
 def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, object]:

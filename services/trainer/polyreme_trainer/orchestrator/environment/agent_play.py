@@ -13,7 +13,7 @@ from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
 from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeSession
-from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, finite, read_calls
+from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, read_calls
 
 _LOOK_SECONDS = 5.0
 """Seconds after which the clock, which may have stood, is looked at again."""
@@ -102,7 +102,7 @@ class AgentPlay:
 
     def _reward(self, rewards: Mapping[int, float]) -> None:
         for number, reward in rewards.items():
-            self._session.reward(finite(reward), turn=self._known(number))
+            self._session.reward(reward, turn=self._known(number))
 
     def _known(self, number: int) -> int:
         if number not in self._session:

@@ -32,7 +32,7 @@ from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEn
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
-from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, EpisodeCalls, episode_calls, finite, read_calls
+from polyreme_trainer.orchestrator.environment.wire import EpisodeCall, EpisodeCalls, episode_calls, read_calls
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 
@@ -175,7 +175,7 @@ class EnvironmentClient:
                 ask = response.ask
                 spent += ask.seconds
                 if session.turns:
-                    session.reward(finite(ask.reward), read_calls(ask))
+                    session.reward(ask.reward, read_calls(ask))
                 call.write(environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
         except TimeoutError:
             if not limit.expired():

@@ -35,7 +35,7 @@ class Ending:
 
     Attributes:
         outcome: one of pb.OUTCOME_...
-        reward: of the last turn, in addition to what the session has; finite.
+        reward: of the last turn, in addition to what the session has.
         parts: numbers to report, by name.
         seconds: wall-clock seconds in the environment.
         calls: the tool calls of the last turn, in addition to what the session has.
@@ -150,8 +150,8 @@ def finished_episode(session: EpisodeSession, ending: Ending) -> Finished:
     """The records of an episode. Raises EpisodeError when there is nothing to train on."""
     if not session.turns:
         raise EpisodeError("expected at least one turn in an episode; found none: its first messages leave no room, or no time")
-    if not all(math.isfinite(number) for number in (ending.reward, *ending.parts.values())):
-        raise EpisodeError(f"expected finite rewards; found {ending.reward} and {dict(ending.parts)}")
+    if not all(map(math.isfinite, ending.parts.values())):
+        raise EpisodeError(f"expected finite numbers of the environment; found {dict(ending.parts)}")
     session.reward(ending.reward, ending.calls)
     score = session.score
     parts = [RewardPart(PART, score, score), *(RewardPart(f"{PART}/{name}", each, each) for name, each in ending.parts.items())]

@@ -21,8 +21,10 @@ from polyreme.errors import DataError
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
 from polyreme_trainer.data.tail import Tail, Tools
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
 
+_LARGEST = float(np.finfo(np.float32).max)
 _BUG = "Report this as a bug; the session cannot be continued."
 
 
@@ -175,10 +177,12 @@ class Trajectories:
         self.add(number, (found, np.concatenate([found.context, new]) if found.turns else new), sample, kept.seconds)
 
     def reward(self, number: int, reward: float, calls: Sequence[ToolCall]) -> None:
-        """Adds to the reward and the tool calls of a turn."""
+        """Adds to the reward and the tool calls of a turn. Raises EpisodeError for a number that the learner cannot have."""
         trajectory, place = self._turns[number]
         last = trajectory.turns[place]
         trajectory.turns[place] = last._replace(reward=last.reward + reward, tool_calls=(*last.tool_calls, *calls))
+        if not abs(last.reward + reward) <= _LARGEST or abs(self.score) > _LARGEST:
+            raise EpisodeError(f"expected finite rewards, at most the maximum of float32; found {reward} for turn {number}")
 
     def records(self, parts: Sequence[RewardPart], *, trained: bool) -> list[SampleRecord]:
         """The records of all tokens, after at least one turn. Their score is the sum of all turns' rewards."""

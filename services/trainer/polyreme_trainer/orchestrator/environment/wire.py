@@ -1,16 +1,13 @@
 """The calls of episodes, and their messages.
 
-Invariant: what a server says is checked before it reaches a record.
+Invariant: what a server says of tool calls is in bounds before it reaches a record.
 """
-
-import math
 
 import grpc
 
 from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.experience.records import ToolCall
 from polyreme.net.many_calls import ManyCalls, NumberedCall
-from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 
 _SHOWN_CHARS = 1 << 14
 EpisodeCalls = ManyCalls[environment_pb2.RunRequest, environment_pb2.RunResponse]
@@ -28,10 +25,3 @@ def read_calls(message: environment_pb2.Ask | environment_pb2.Ending | environme
         ToolCall(call.name, call.arguments, call.result[:_SHOWN_CHARS], max(0.0, call.seconds), call.error)
         for call in message.calls
     ]
-
-
-def finite(reward: float) -> float:
-    """The reward. Raises EpisodeError."""
-    if not math.isfinite(reward):
-        raise EpisodeError(f"expected a finite reward; found {reward}")
-    return reward
