@@ -2,6 +2,7 @@
 a status."""
 
 import asyncio
+import gzip
 import json
 import random
 import socket
@@ -38,6 +39,7 @@ FAULTS = {
     "nothing": "INVALID",
     "html": "INVALID",
     "huge_number": "INVALID",
+    "compressed": "INVALID",
 }
 RECOVERS = ("500_then_200", "reset_then_200", "429_then_200", "slow")
 
@@ -85,6 +87,7 @@ class Server:
                     "nothing": reply(GOOD % b"null"),
                     "html": reply(b"<html>502 Bad Gateway</html>"),
                     "huge_number": reply(GOOD % b"1e999"),
+                    "compressed": reply(gzip.compress(GOOD % b"1"), headers="content-encoding: gzip\r\n"),
                     "close": b"",
                 }[fault]
             )

@@ -317,7 +317,7 @@ async def test_abandoned_sessions_leave_nothing_behind():
         (JSONResponse({"score": 1}), "found ['score']"),
         (JSONResponse({"reward": "high"}), "expected a number as the reward"),
         (JSONResponse(None), "expected a reward, which the agent returns"),
-        (Response(b"1" * (2 << 20)), "expected at most 1048576 bytes"),
+        (Response(b"1" * (2 << 20)), "expected a body of at most 1048576 bytes"),
         (Response(gzip.compress(b"1.0"), headers={"content-encoding": "gzip"}), "expected no Content-Encoding"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Protocol
 import httpx
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.net.direct_http import UNCOMPRESSED, ReplyError, read_reply
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.metrics import EnvironmentMetrics
@@ -61,21 +62,17 @@ async def posted(url: str, body: object, limit: int) -> tuple[httpx.Response, by
     """The reply to a POST and its body, however long it takes: the episode has a deadline.
 
     Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each
-    request, and would keep their cookies. No body is decompressed, since a few bytes can stand for gigabytes.
+    request, and would keep their cookies.
 
     Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes or a compressed one.
     """
-    timeout, headers = httpx.Timeout(None, connect=_CONNECT_SECONDS), {"accept-encoding": "identity"}
-    client = httpx.AsyncClient(timeout=timeout, headers=headers, verify=_certificates(), trust_env=False)
+    timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+    client = httpx.AsyncClient(timeout=timeout, headers=UNCOMPRESSED, verify=_certificates(), trust_env=False)
     async with client, client.stream("POST", url, json=body) as reply:
-        if (found := reply.headers.get("content-encoding", "identity")) != "identity":
-            raise PlayError(f"expected no Content-Encoding from the agent, as its request says; found {found:.20}")
-        text = b""
-        async for part in reply.aiter_raw():
-            text += part
-            if len(text) > limit:
-                raise PlayError(f"expected at most {limit} bytes from the agent; found more")
-    return reply, text
+        try:
+            return reply, await read_reply(reply, limit)
+        except ReplyError as error:
+            raise PlayError(f"the agent's reply: {error}") from None
 
 
 @cache

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass as checked
 from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
+from polyreme.net.direct_http import UNCOMPRESSED, ReplyError, read_reply
 from polyreme.process.backoff import Backoff
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.remote.endpoints import RewardEndpoint, RewardEndpoints
@@ -123,7 +124,7 @@ class HttpReward:
         self._outage = ""  # why the last request reached no server
         self._endpoints = RewardEndpoints(urls, item_timeout)
         self._slots = asyncio.Semaphore(self._options.concurrency)
-        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._headers = {"content-type": "application/json", **UNCOMPRESSED}
         if security is not None and (token := secure.token(security)) is not None:
             self._headers["authorization"] = f"Bearer {token}"
         uses_tls = any(url.startswith("https:") for url in urls)
@@ -232,14 +233,13 @@ class HttpReward:
 
     async def _post_once(self, url: str, body: bytes) -> _Reply:
         async with self._client.stream("POST", url, content=body, headers=self._headers) as response:
-            reply = bytearray()
-            async for chunk in response.aiter_bytes():
-                reply += chunk
-                if len(reply) > _REPLY_BYTES:
-                    raise BadReply(f"expected a reply of at most {_REPLY_BYTES} bytes; found more", Status.INVALID)
+            try:
+                reply = await read_reply(response, _REPLY_BYTES)
+            except ReplyError as error:
+                raise BadReply(str(error), Status.INVALID) from None
             wait = response.headers.get("retry-after", "")
             target = response.headers.get("location", "") if response.is_redirect else ""
-            return _Reply(response.status_code, float(wait) if wait.isdecimal() else 0.0, bytes(reply), target)
+            return _Reply(response.status_code, float(wait) if wait.isdecimal() else 0.0, reply, target)
 
     def _ranged(self, outcome: Outcome) -> Outcome:
         low, high = self._options.min, self._options.max

@@ -1,6 +1,7 @@
 """The teacher's client against servers that fail, hang, refuse and return: a failure is never a number."""
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from support.raw_http import RawServer, raw_server, reply
 from support.simulated import ROWS, config_tree, make_run
 from support.tiny_tokenizer import model_files
 
+COMPRESSED = "content-encoding: gzip\r\n"
 MODELS = {"data": [{"id": "big", "max_model_len": 300}]}
 
 
@@ -99,6 +101,7 @@ async def test_what_may_pass_is_repeated(run, bad: bytes) -> None:
         reply(b"[" * 100_000),
         reply(b'{"choices": [{"text": ""}]}'),
         reply(b'{"choices": [{"prompt_logprobs": [null, {"2": {"logprob": null}}]}]}'),
+        reply(gzip.compress(b'{"choices": [{"prompt_logprobs": [null, {"2": {"logprob": -1}}]}]}'), headers=COMPRESSED),
     ],
 )
 async def test_a_refusal_fails_the_attempt_at_once(run, bad: bytes) -> None:

@@ -21,6 +21,7 @@ from polyreme.errors import ConfigError, UnavailableError
 from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import tls
+from polyreme.net.direct_http import UNCOMPRESSED, ReplyError, read_reply
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.scoring import teacher_protocol
@@ -73,7 +74,7 @@ class TeacherClient:
         self._places = asyncio.Semaphore(config.concurrency)
         self._answered_at = float("-inf")
         self._down_since: float | None = None
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers = {"content-type": "application/json", **UNCOMPRESSED}
         if config.security is not None and (token := tls.token(config.security)) is not None:
             headers["authorization"] = f"Bearer {token}"
         uses_tls = any(url.startswith("https:") for url in config.urls)
@@ -188,14 +189,13 @@ class TeacherClient:
     async def _send(self, server: _Server, path: str, body: dict[str, object] | None) -> object:
         """The JSON of a 200. Raises _FailedRequest and TeacherError."""
         method, content = ("GET", None) if body is None else ("POST", json.dumps({"model": server.model, **body}).encode())
-        data, url = bytearray(), f"{server.url}/{path}"
+        url = f"{server.url}/{path}"
         server.open_requests += 1
         try:
             async with asyncio.timeout(self._config.timeout), self._client.stream(method, url, content=content) as response:
-                async for chunk in response.aiter_bytes():
-                    data += chunk
-                    if len(data) > _REPLY_BYTES:
-                        raise TeacherError(f"{url}: expected a reply of at most {_REPLY_BYTES} bytes; found more")
+                data = await read_reply(response, _REPLY_BYTES)
+        except ReplyError as error:
+            raise TeacherError(f"{url}: {error}") from None
         except TimeoutError:
             raise _FailedRequest(f"{url}: expected an answer within {self._config.timeout:g} s; found none") from None
         except (httpx.HTTPError, OSError) as error:  # OSError: a TLS alert in the middle of a reply
@@ -206,7 +206,7 @@ class TeacherClient:
             try:
                 return await asyncio.to_thread(json.loads, data)
             except (ValueError, RecursionError) as error:
-                raise TeacherError(f"{url}: expected JSON; found {bytes(data[:100])!r} ({error})") from None
+                raise TeacherError(f"{url}: expected JSON; found {data[:100]!r} ({error})") from None
         problem = f"{url}: expected HTTP 200; found {response.status_code}: {data[:300].decode('utf-8', 'replace').strip()}"
         if response.status_code >= 500 or response.status_code in _PASSING:
             wait = response.headers.get("retry-after", "")
