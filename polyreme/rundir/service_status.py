@@ -49,7 +49,7 @@ class ServiceState:
     @classmethod
     def read(cls, folder: Path) -> "ServiceState | None":
         """None for a directory of no service."""
-        with suppress(FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError, AttributeError):
             tree = json.loads((folder / FILE).read_text())
             workers = {name: WorkerState(**worker) for name, worker in tree.pop("workers").items()}
             return cls(workers=workers, **tree)

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 import os
 import sys
 from collections import Counter
@@ -46,6 +47,8 @@ class SimulatedWeights:
 
     def write(self, folder: Path | None) -> ArenaSource:
         self._version += 1
+        if folder is not None and (config := folder / "adapter_config.json").exists():
+            json.loads(config.read_text())
         self._arena.begin(0)
         view = self._arena.slot_view(0)
         tensor_views(_PLAN, view)[WEIGHT][:] = 0 if folder is None else load_file(folder / "model.safetensors")[WEIGHT]

@@ -9,10 +9,19 @@ const left = new Map(); // view -> its query when it was left, to which its tab 
 let timer = null;
 let now = parsed();
 
+// A part of an address. A copied one may be cut within a character.
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 // "#/samples?text=x" -> {view: "samples", words: [], query: {text: "x"}}
 function parsed() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, ...words] = path.split("/").map(decodeURIComponent);
+  const [view, ...words] = path.split("/").map(decoded);
   const ofSample = ["life", "compare"].includes(view) ? {run: words[0]} : {};
   return {view: view || "curves", words, query: {...Object.fromEntries(new URLSearchParams(query ?? "")), ...ofSample}};
 }
@@ -28,10 +37,13 @@ export function link(view, words = [], query = {}) {
 
 export const tab = (view) => link(view, [], view === now.view ? only(now.query, false) : left.get(view));
 
-export function go(view, words = [], query = {}) {
+// Opens a link. What was chosen is written first: written later, it would replace the new address.
+export function open(target) {
   if (timer) write();
-  location.hash = link(view, words, query).slice(1);
+  location.hash = target.slice(1);
 }
+
+export const go = (view, words = [], query = {}) => open(link(view, words, query));
 
 function change(next) {
   if (next.view !== now.view) left.set(now.view, only(now.query, false));

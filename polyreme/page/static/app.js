@@ -1,7 +1,7 @@
 // The page: the list of runs, the views, keyboard, theme and address. The address (after #) selects the view.
 
 import {html, render, useEffect, useLayoutEffect, useRef, useState} from "./vendor/preact.js";
-import {choose, go, link, tab, useAddress} from "./address.js";
+import {choose, go, link, open, tab, useAddress} from "./address.js";
 import {Curves} from "./curves.js";
 import {COLOURS, Empty, Failure, State, number, useAnswer} from "./parts.js";
 import {Unauthorized, offline, setToken, source} from "./source.js";
@@ -112,7 +112,7 @@ function App() {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "Escape") { document.activeElement?.blur(); setHelp(false); return; }
       if (/^(input|select|textarea)$/i.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
-      if (VIEWS[Number(event.key) - 1]) location.hash = tab(VIEWS[Number(event.key) - 1][0]);
+      if (VIEWS[Number(event.key) - 1]) open(tab(VIEWS[Number(event.key) - 1][0]));
       else if (event.key === "/") { event.preventDefault(); document.getElementById("search")?.focus(); }
       else if (event.key === "d") changeTheme();
       else if (event.key === "?") setHelp((shown) => !shown);

@@ -82,13 +82,19 @@ function Toolbar({query, metrics}) {
     </div>`;
 }
 
+// The part of the x axis that an address names; undefined: the whole, also for a part without a length, which cannot be drawn.
+function zoomed(text) {
+  const [low, high] = (text ?? "").split("~").map(Number);
+  return low < high ? [low, high] : undefined;
+}
+
 export function Curves({runs, stamp, theme, at}) {
   const {find = "", smoothing = 0, x = "", large = "", zoom} = at.query;
   const metrics = useMemo(() => [...new Set(runs.flatMap((run) => run.metrics))].sort(), [runs.map((run) => run.metrics.length + run.name).join()]);
   const along = axisMetric(x);
   const spent = useAnswer(() => (along ? source.curves(withParents(runs), [along]) : Promise.resolve(undefined)), [along, stamp, withParents(runs).join()]);
-  const options = {smoothing: Number(smoothing), log: "log" in at.query, theme, x, along: along ? spent.value?.[along] : undefined, zoom: zoom?.split("~").map(Number),
-    zoomTo: (range) => choose({zoom: range ? range.map((each) => each.toPrecision(6)).join("~") : ""})};
+  const options = {smoothing: Number(smoothing), log: "log" in at.query, theme, x, along: along ? spent.value?.[along] : undefined, zoom: zoomed(zoom),
+    zoomTo: (range) => choose({zoom: range ? range.map((each) => each.toPrecision(9)).join("~") : ""})};
   const moving = (name) => runs.some((run) => run.metrics.includes(name) && !run.zeros.includes(name));
   const groups = grouped(metrics, find, moving);
   if (!runs.length) return html`<${Empty} title="No run selected">Choose a run in the list.<//>`;

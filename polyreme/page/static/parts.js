@@ -20,10 +20,11 @@ export function number(value, digits = 4) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  const whole = Math.round(value), minutes = Math.round(value / 60); // rounded first: 119.6 s are 2 min 0 s
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  if (value < 59.95) return `${value.toFixed(value < 9.995 ? 2 : 1)} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export const clock = (time) => (time ? new Date(time * 1000).toLocaleString(undefined, {dateStyle: "medium", timeStyle: "medium"}) : "–");

@@ -66,8 +66,8 @@ function step(least) {
 
 function Drawing({answer, width}) {
   const rows = lanes(answer);
-  const times = rows.flatMap(([, bars]) => bars.flatMap((bar) => [bar.begin, bar.end]));
-  const begin = Math.min(...times), end = Math.max(...times, begin + 1e-3);
+  const bars = rows.flatMap(([, bars]) => bars); // of many groups: a call takes only so many arguments
+  const begin = bars.reduce((first, bar) => Math.min(first, bar.begin), Infinity), end = bars.reduce((last, bar) => Math.max(last, bar.end), begin + 1e-3);
   const label = width < 600 ? 84 : LABEL;
   const beat = step((end - begin) / Math.max(2, (width - label) / 90));
   const beats = Array.from({length: Math.floor((end - begin) / beat) + 1}, (_, place) => place * beat);

@@ -110,6 +110,55 @@ def test_a_replica_that_answers_an_evaluation_is_not_idle(address: str, open_pag
     expect(page.get_by_role("region", name="Replicas")).to_contain_text("ended")
 
 
+def test_an_address_that_is_cut_within_a_character_shows_a_page(address: str, open_page: Any) -> None:
+    expect(open_page(f"{address}#/samples/%E2%8").locator("table.samples tbody tr").first).to_be_visible()
+
+
+DUE = """() => {
+  const waiting = new Map(), set = setTimeout, clear = clearTimeout;
+  window.setTimeout = (call, milliseconds) => {
+    const id = set(() => { waiting.delete(id); call(); }, milliseconds);
+    waiting.set(id, call);
+    return id;
+  };
+  window.clearTimeout = (id) => { waiting.delete(id); clear(id); };
+  document.querySelector(".runs input:not(:checked)").click();
+  document.body.dispatchEvent(new KeyboardEvent("keydown", {key: "2", bubbles: true}));
+  for (const [id, call] of waiting) { clear(id); call(); }
+  Object.assign(window, {setTimeout: set, clearTimeout: clear});
+}"""
+"""Chooses a run and presses a key. Every timer is due before the page hears of its new address."""
+
+
+def test_a_key_opens_its_view_while_a_choice_is_written(address: str, open_page: Any) -> None:
+    page = open_page(address)
+    ready(page)
+    page.evaluate(DUE)
+    expect(page.locator("table.samples tbody tr").first).to_be_visible()
+
+
+def test_a_timeline_of_very_many_groups_is_drawn(address: str, open_page: Any) -> None:
+    page = open_page(address)
+
+    def answer(route: Any) -> None:
+        found = route.fetch().json()
+        route.fulfill(json=found | {"groups": found["groups"][:1] * 40_000})
+
+    page.route(re.compile("/timeline[?]"), answer)
+    page.goto(f"{address}#/timeline?run=first")
+    expect(page.locator("rect.bar-score").last).to_be_attached()
+
+
+def test_a_duration_is_rounded_before_it_is_split(address: str, open_page: Any) -> None:
+    script = """async (values) => {
+      const {seconds} = await import(document.querySelector('link[rel=modulepreload][href$="parts.js"]').href);
+      return values.map(seconds);
+    }"""
+    found = open_page(address).evaluate(script, [0.0004, 0.9996, 9.996, 59.94, 59.96, 119.6, 3599.4, 3599.6, 7199, 86_370])
+    assert found[:5] == ["0 ms", "1.00 s", "10.0 s", "59.9 s", "1 min 0 s"]
+    assert found[5:] == ["2 min 0 s", "59 min 59 s", "1 h 0 min", "2 h 0 min", "24 h 0 min"]
+
+
 def test_the_page_asks_for_the_token_of_the_services(open_page: Any, complaints: list[str], runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "second", tmp_path / "second")
     config = tmp_path / "second" / "config.yaml"

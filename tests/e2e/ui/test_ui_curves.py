@@ -66,6 +66,12 @@ def test_what_is_chosen_survives_a_reload(address: str, open_page: Any) -> None:
     expect(other.get_by_label("x axis")).to_have_value("seconds")
 
 
+@pytest.mark.parametrize("zoom", ["5~5", "9~2", "x", "~"])
+def test_a_part_without_a_length_is_the_whole_axis(address: str, open_page: Any, zoom: str) -> None:
+    page = open_page(f"{address}#/curves?run=first&runs=first&zoom={zoom}")
+    expect(page.get_by_role("img", name="reward/mean").locator("canvas")).to_be_visible()
+
+
 def test_charts_and_tables_are_saved(address: str, open_page: Any) -> None:
     page = open_page(f"{address}#/curves?run=first&runs=first/second&x=samples")
     expect(page.get_by_role("img", name="reward/mean").locator("canvas")).to_be_visible()

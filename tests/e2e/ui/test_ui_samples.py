@@ -84,3 +84,17 @@ def test_the_life_of_a_sample_is_what_the_run_recorded(address: str, open_page: 
     for kind in ("advantage", "version"):
         life.get_by_label(kind, exact=True).check()
         expect(life.locator(".legend").first).to_contain_text(kind)
+
+
+def test_long_answers_without_a_common_word_are_compared(address: str, open_page: Any) -> None:
+    page = open_page(address)
+
+    def answer(route: Any) -> None:
+        word = "a" if route.request.url.endswith("/1.0") else "b"
+        text = " ".join(f"{word}{number}" for number in range(30_000))
+        route.fulfill(json=route.fetch().json() | {"response": text})
+
+    page.route(re.compile("/samples/"), answer)
+    page.goto(f"{address}#/compare/first/1.0/41.1")
+    expect(page.locator(".sides mark")).to_have_count(2)
+    expect(page.locator(".sides mark.added")).to_contain_text(" b29999")

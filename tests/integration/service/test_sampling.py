@@ -93,6 +93,24 @@ async def test_a_name_that_is_saved_again_has_new_weights(sampler: Sampler, tmp_
     assert answers[0] != answers[1]
 
 
+async def test_models_may_take_turns_as_often_as_they_like(sampler: Sampler, tmp_path: Path) -> None:
+    """Only loads that have ended their process count against a model."""
+    with new_directory(tmp_path / "saved") as folder:
+        save_file({WEIGHT: np.full(32, 7, dtype=np.uint8)}, folder / "model.safetensors")
+    weights = [str(tmp_path / "saved"), None] * (STARTS_WITHOUT_MEMORY + 1)
+    answers = [await sampler.tokens(weights=each) for each in weights]
+    assert all(answer == answers[place % 2] for place, answer in enumerate(answers))
+
+
+async def test_a_model_may_be_missing_as_often_as_it_likes(sampler: Sampler, tmp_path: Path) -> None:
+    weights = str(tmp_path / "saved")
+    for _ in range(STARTS_WITHOUT_MEMORY + 1):
+        assert b"ended" not in await sampler.ask(weights=weights)
+    with new_directory(tmp_path / "saved") as folder:
+        save_file({WEIGHT: np.full(32, 7, dtype=np.uint8)}, folder / "model.safetensors")
+    assert await sampler.tokens(weights=weights)
+
+
 @pytest.fixture
 async def adapters(redis: Redis, run_id: str) -> AsyncIterator[tuple[Sampler, AdapterEngine]]:
     """A sampler whose engine has room for two adapters."""

@@ -44,6 +44,13 @@ def test_every_command_names_the_runs_beside_a_misspelt_one(
     assert isinstance(error, ConfigError) and "no such directory" in error.found and "letters" in f"{error.found} {error.do}"
 
 
+def test_a_report_of_a_misspelt_run_is_an_error(tmp_path: Path) -> None:
+    run, report = runs(tmp_path / "runs", "letters") / "leters", tmp_path / "report.txt"
+    result = CliRunner().invoke(build_app(["doctor"]), ["doctor", "--run", str(run), "--report", str(report)])
+    assert isinstance(result.exception, ConfigError) and "letters" in result.exception.found
+    assert not report.exists() and not result.stdout
+
+
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_resume_or_fork_of_a_misspelt_name_starts_nothing(config_file: Path, fork: bool) -> None:
     folder = runs(config_file.parent / "runs", "letters")

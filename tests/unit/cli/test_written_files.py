@@ -1,5 +1,8 @@
 """Files that commands write: a path that cannot be written is one error, before anything is done."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,6 @@ from polyreme.cli.main import build_app
 from polyreme.cli.new_run.files import Answers, write_new_run
 from polyreme.errors import ConfigError
 from polyreme.process.lifecycle import exit_on_error
-from polyreme.rundir.run_records import write_atomically
 
 
 @pytest.mark.parametrize(
@@ -44,5 +46,8 @@ def test_a_path_that_is_too_long_is_an_error(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_file_is_utf_8_in_every_locale(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "file", "質 ä")
+    code = "from pathlib import Path; from polyreme.rundir.run_records import write_atomically;"
+    code += r"write_atomically(Path('file'), '\u8cea \xe4')"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ascii_only, check=True)
     assert (tmp_path / "file").read_bytes() == "質 ä".encode()

@@ -1,5 +1,6 @@
 """The summary that is printed before a run starts."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,15 @@ def test_points_of_saving_and_evaluating_are_named(tmp_path: Path) -> None:
 
 def test_the_points_of_a_run_without_an_end_need_no_memory(tmp_path: Path) -> None:
     evaluated = {"data__eval": "eval.jsonl", "eval_interval": 1}
-    for iterations, points in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, ... 7"), (10**18, f"1, 2, ... {10**18}")):
-        lines = lines_of(tmp_path, iterations=iterations, trainer__save_interval=0, **evaluated)
-        assert any(line.endswith(f"before iteration 1 and after iteration {points}") for line in lines)
+    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
+    used = pages * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), before[1]))
+    try:
+        for iterations, points in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, ... 7"), (10**18, f"1, 2, ... {10**18}")):
+            lines = lines_of(tmp_path, iterations=iterations, trainer__save_interval=0, **evaluated)
+            assert any(line.endswith(f"before iteration 1 and after iteration {points}") for line in lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_warm_up_that_the_run_never_leaves_is_a_warning(tmp_path: Path) -> None:

@@ -152,6 +152,26 @@ def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
     assert "why " * 30 in console.file.getvalue()
 
 
+COMMANDS = "a\x1b[2J\x9b1A \u202ecba"
+"""Clears a terminal, moves up and reorders what follows."""
+HARMLESS = "a\\x1b[2J\\x9b1A \\u202ecba"
+
+
+def test_texts_in_the_view_command_nothing(config: RunConfig) -> None:
+    told = {"time": 2.0, "text": COMMANDS, "service": "rollout"}
+    progress = progress_of(iteration(1), {"kind": "notice", **told}, {"kind": "alarm", **told})
+    sample = {"iteration": 1, "prompt": COMMANDS, "response": COMMANDS, "score": 1.0}
+    text = shown(config, progress, (120, 50), sample=sample)
+    assert text.count(HARMLESS) == 2 and not {"\x1b", "\x9b", "\u202e"} & set(text)
+
+
+def test_an_alarm_above_the_view_commands_nothing(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, height=20)
+    with view.LiveView(config, console) as shown:
+        shown.show({"kind": "alarm", "text": COMMANDS, "time": 1.0}, Progress(8))
+    assert HARMLESS in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_version_without_evaluation_has_no_result(config: RunConfig) -> None:
     failed = {"kind": "eval_failed", "time": 2.0, "version": 2, "text": "version 2 could not be evaluated: no scores"}
     progress = progress_of(evaluation(0, 0.3), iteration(1), iteration(2), failed)

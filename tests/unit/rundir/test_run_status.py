@@ -19,6 +19,7 @@ from polyreme.rundir.reader import RunReader
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.rundir.run_records import write_summary
 from polyreme.rundir.run_status import RunStatus, directory_status
+from polyreme.rundir.service_status import FILE, MODELS, ServiceState, model_statuses
 from polyreme.terminal.terminal import aligned, fitted
 from support.recorded_run import record_run
 
@@ -175,3 +176,20 @@ def test_copies_of_a_run_have_a_line_each(done: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["place"] for line in result.stdout.splitlines()] == [
         str(tmp_path / name) for name in ("first", "second")
     ]
+
+
+def test_a_damaged_model_of_a_service_hides_no_other(done: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    models = {name: tmp_path / MODELS / name for name in ("whole", "damaged", "odd")}
+    for folder in models.values():
+        shutil.copytree(done, folder)
+    (models["damaged"] / "run.json").write_text("{")
+    (models["odd"] / "summary.json").unlink()
+    (models["odd"] / "summary.json").mkdir()
+    assert len(model_statuses(tmp_path, ServiceState("base", 1.0, {}))) == 1
+    assert str(models["damaged"]) in caplog.text and str(models["odd"]) in caplog.text
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "{}", '{"workers": []}', '{"workers": {"learner": {"of": "later"}}}'])
+def test_a_file_of_another_form_is_no_service(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    assert ServiceState.read(tmp_path) is None
