@@ -27,7 +27,7 @@ BOUNDS = {
     "circles": 0,
     "services_import_cli": 0,
     "files_of_largest_folder": 23,
-    "lines": 90_150,
+    "lines": 90_190,
     "modules_over_300_lines": 28,
     "lines_with_any": 291,
     "private_members_in_tests": 51,
