@@ -28,6 +28,7 @@ from learner_side.steps import Shape, Step, batch_of, learner_step, plain_step, 
 from learner_side.turns import Figures, serve, turns
 
 from polyreme.config.trainer import ParallelConfig
+from polyreme_trainer.megatron.models.build import close_parallel
 
 SHAPE = Shape(vocab=512, hidden=128, ffn=384, layers=2, heads=(2, 1), positions=65536)
 SHAPES = {"layers": SHAPE, "vocabulary": replace(SHAPE, vocab=151_936, layers=1), "window": replace(SHAPE, window=1024)}
@@ -77,6 +78,7 @@ def child(order: dict[str, Any]) -> None:
         serve(lambda tokens: measured(step, vocab, tokens))
         return
     print(json.dumps({str(tokens): measured(step, vocab, tokens)["bytes"] for tokens in order["tokens"]}), flush=True)
+    close_parallel()  # a rank whose peer has exited meanwhile would be aborted in its own exit
 
 
 def compare(shape: str, folder: Path, lengths: list[int], threads: int) -> dict[int, tuple[float, float]]:
