@@ -5,6 +5,7 @@ import gc
 import socket
 from contextlib import asynccontextmanager, suppress
 
+import psutil
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -176,18 +177,29 @@ async def test_a_connection_that_comes_while_the_server_ends_is_ended(recwarn, t
     assert not recwarn.list
 
 
-async def test_a_request_that_outlasts_its_server_is_ended(recwarn):
+async def hanging(scope, receive, send):
+    await asyncio.Event().wait()
+
+
+async def sending_on(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while True:
+        await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+
+
+@pytest.mark.parametrize("work", [hanging, sending_on])
+async def test_a_server_that_has_ended_has_no_connection(work):
+    """A request without an answer, and an answer that its client does not take, both beyond the time to drain."""
     asked = asyncio.Event()
 
-    async def hanging(scope, receive, send):
+    async def app(scope, receive, send):
         asked.set()
-        await asyncio.Event().wait()
+        await work(scope, receive, send)
 
-    async with serve_http("127.0.0.1", 0, hanging, 1.0) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD + b"\r\n")
+    async with serve_http("127.0.0.1", 0, app, 1.0) as port:
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(HEAD + b"\r\n")
         await asked.wait()
-    assert not (await ended(reader)).startswith(b"HTTP/1.1 200")
-    writer.close()
-    gc.collect()
-    assert not recwarn.list
+    with client:
+        assert not [each for each in psutil.Process().net_connections() if each.laddr.port == port]
+        assert client.recv(12) == (b"HTTP/1.1 500" if work is hanging else b"HTTP/1.1 200")
