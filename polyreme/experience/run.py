@@ -206,7 +206,7 @@ class Run:
     # -- its state
 
     async def state(self) -> tuple[RunState, str]:
-        """The state and a reason for `failed`, `stopped` or `draining` (else ''). Raises UnavailableError if one is unknown."""
+        """The state, and why it failed, stopped or drains (else ''). Raises UnavailableError for an unknown run or state."""
         name, reason = await self.recorded_state()
         try:
             return RunState(name), reason

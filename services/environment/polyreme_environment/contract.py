@@ -185,7 +185,7 @@ def result_of(tool: str, answer: object) -> str:
 
 
 def valid_text(text: str) -> str:
-    """A text with `?` for half characters, which Python and escapes of JSON may have, and no message of a service."""
+    """The text with `?` for each half of a surrogate pair: texts of Python may have these, and messages of gRPC may not."""
     return text.encode(errors="replace").decode()
 
 

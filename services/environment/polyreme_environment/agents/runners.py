@@ -46,7 +46,7 @@ class Runner(Protocol):
         """Raises ConfigError or UnavailableError when there is no agent. `server`: http(s)://host:port of the session address."""
 
     async def close(self) -> None:
-        """Follows `start`, also one that failed."""
+        """Called after `start`, also after one that failed."""
 
     async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """One run. A run that is cancelled ends soon after.

@@ -70,7 +70,7 @@ class ToolsEpisode:
         return None, total, True, self._metrics
 
     async def close(self) -> None:
-        """Releases the instances, also after one that fails to be."""
+        """Releases all instances, also when one of them raises."""
         if self._instances:
             name, instance = self._instances.popitem()
             try:

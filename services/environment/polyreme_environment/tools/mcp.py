@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import httpx
 
 from polyreme.errors import ConfigError
+from polyreme.net.direct_http import UNCOMPRESSED
 from polyreme_environment.contract import ContractError, LostError
 
 _VERSION = "2025-06-18"
@@ -124,7 +125,7 @@ class _Http:
 
     def _sent(self, message: Message, seconds: float) -> Iterator[Message]:
         """What the server says to a message within some seconds."""
-        headers = {"accept": "application/json, text/event-stream", "accept-encoding": "identity", **self._headers}
+        headers = {"accept": "application/json, text/event-stream", **UNCOMPRESSED, **self._headers}
         timeout, deadline = httpx.Timeout(_SECONDS, read=seconds), time.monotonic() + seconds
         with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout) as response:
             body = _body(response, deadline)
