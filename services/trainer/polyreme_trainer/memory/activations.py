@@ -1,11 +1,11 @@
 """The memory of one optimizer step on top of the models' state: saved activations, logits, and the largest temporaries.
 
 A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with
-hidden size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of
+hidden size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (2q + 2k + 3f) / t. Outside of
 attention and MLP, sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022,
 section 4, without the score matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one
-another, and saves queries, keys, values and output of the padding too. A sliding window w has a mask [w, w], once for all layers,
-and its layers save the keys and values before each w queries as well.
+another, and saves queries, keys, values and output of the padding too, and the output without it. A sliding window w has a mask
+[w, w], once for all layers, and its layers save the keys and values before each w queries as well.
 
 Invariant: the estimate is that of a full micro-batch. For padding, the lengths of its sequences count as evenly spread.
 """
@@ -26,6 +26,8 @@ BLOCK_LOGITS = 2**24
 ACCELERATOR_LOGITS = 2**26
 """The same on an accelerator."""
 _ALIGNED = 16  # columns of the smallest block
+GATED_ROWS = 4096
+"""The rows of a gated activation whose backward pass has temporary numbers at a time, `activation.ROWS`."""
 FLOAT = 4
 
 
@@ -37,7 +39,7 @@ class MicroBatchSize:
         tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
-        on_cpu: whether an MLP keeps its activation's output, which accelerators recompute, and logits come in smaller blocks.
+        on_cpu: whether logits come in smaller blocks.
         recompute: the activations that the backward pass computes again.
         padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
@@ -78,18 +80,18 @@ def _kinds(arch: Architecture, sharding: Sharding) -> list[tuple[float, Architec
     return [(count / sharding.rank.vpp, kind) for count, kind in kinds if count]
 
 
-def layer_bytes(arch: Architecture, sharding: Sharding, width: int, on_cpu: bool) -> int:
+def layer_bytes(arch: Architecture, sharding: Sharding, width: int) -> int:
     """Bytes that one layer saves for each token. With experts: that of a layer that has them, for evenly routed tokens."""
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
-    heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
+    heads = 2 * arch.queries + 2 * arch.keys  # rotated q and k; v; the attention's output
     if sharding.context_ranks > 1:
         # Rotated q, the output, and the keys and values that the early and the late pieces see, on all ranks.
         heads = 2 * arch.queries + (2 * sharding.context_ranks + 1) * arch.keys
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
-    mlp = (4 if on_cpu else 3) * (arch.shared_ffn if arch.experts else arch.ffn)
-    routed = _routed(arch, sharding, on_cpu)
+    mlp = 3 * (arch.shared_ffn if arch.experts else arch.ffn)
+    routed = _routed(arch, sharding)
     statistics = FLOAT * (arch.heads // tensor + 2 + 6 * arch.experts)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
@@ -98,18 +100,17 @@ def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: Micro
     """Bytes that one layer keeps for each token until its backward pass, which computes the rest of `layer_bytes` again."""
     if batch.recompute == "full":
         return width * arch.hidden // sharding.sequence_ranks
-    every = layer_bytes(arch, sharding, width, batch.on_cpu)
+    every = layer_bytes(arch, sharding, width)
     if batch.recompute is None:
         return every
     mlp = arch.shared_ffn if arch.experts else arch.ffn
-    inside = (4 if batch.on_cpu else 3) * mlp // sharding.rank.tp
-    return every - width * (inside + _routed(arch, sharding, batch.on_cpu))
+    return every - width * (3 * mlp // sharding.rank.tp + _routed(arch, sharding))
 
 
-def _routed(arch: Architecture, sharding: Sharding, on_cpu: bool) -> int:
+def _routed(arch: Architecture, sharding: Sharding) -> int:
     """Numbers that a layer's experts save for each token. The ranks that cut an expert each have all of its tokens."""
     tensor, cut = sharding.rank.tp, sharding.rank.expert_cut.tp
-    return arch.top_k * (arch.hidden * cut + (5 if on_cpu else 4) * arch.expert_ffn) // tensor
+    return arch.top_k * (arch.hidden * cut + 4 * arch.expert_ffn) // tensor
 
 
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
@@ -117,12 +118,11 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
     arch, width, tensor = model.arch, model.width, sharding.rank.tp
     kinds = [kind for _, kind in _kinds(arch, sharding)]
     mlp = max(kind.shared_ffn + kind.top_k * kind.expert_ffn if kind.experts else kind.ffn for kind in kinds)
-    backward = batch.tokens * width * (2 * arch.hidden + 5 * mlp // tensor)
+    rows = min(batch.tokens, GATED_ROWS)  # of two temporaries
+    backward = width * (batch.tokens * (2 * arch.hidden + 3 * mlp // tensor) + rows * 2 * mlp // tensor)
     # The output layer's gradient stays until the embedding's is added.
     tied = _table(model, sharding) if arch.head == "tied" else 0
-    again = batch.tokens * max(
-        layer_bytes(kind, sharding, width, batch.on_cpu) - saved_bytes(kind, sharding, width, batch) for kind in kinds
-    )
+    again = batch.tokens * max(layer_bytes(kind, sharding, width) - saved_bytes(kind, sharding, width, batch) for kind in kinds)
     gradients = f"gradients of one layer{' and its recomputed activations' if again else ''} at {batch.tokens:,} tokens"
     found = [Addend(f"{model.role} backward", backward + tied + again, gradients)]
     if sharding.last and arch.head == "value":
@@ -151,10 +151,12 @@ def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: in
     arch, terms = model.arch, list[Addend]()
     positions, tokens = spread_positions(batch.tokens, batch.padded, arch.queries // sharding.rank.tp)
     if extra := positions - tokens:
-        each = model.width * 2 * (arch.queries + arch.keys) // sharding.rank.tp
+        output = model.width * arch.queries // sharding.rank.tp
+        each = 2 * output + model.width * 2 * arch.keys // sharding.rank.tp
         kept = 1 if batch.recompute == "full" else layers * sharding.micro_batches
-        arithmetic = f"{extra:,} positions x {kept} layers x {each:,} bytes, for lengths spread from 1 to {batch.padded:,}"
-        terms.append(Addend(f"{model.role} attention padding", extra * kept * each, arithmetic))
+        spread = f"for lengths spread from 1 to {batch.padded:,}"
+        arithmetic = f"({extra:,} positions x {each:,} bytes + {tokens:,} tokens x {output:,}) x {kept} layers, {spread}"
+        terms.append(Addend(f"{model.role} attention padding", (extra * each + tokens * output) * kept, arithmetic))
     if arch.window is not None and batch.padded > arch.window:
         mask, each = arch.window**2 * (model.width + 1), model.width * 2 * arch.keys // sharding.rank.tp
         sliding = sum(arch.sliding[layer] for layer in layers_of(arch, sharding.rank))
@@ -190,7 +192,7 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     most = BLOCK_LOGITS if batch.on_cpu else ACCELERATOR_LOGITS
     several = batch.trained * columns > most
     block = min(columns, max(_ALIGNED, most // batch.trained // _ALIGNED * _ALIGNED)) if several else columns
-    # Of each logit: itself, its gradient, and the gradient's copy in the model's dtype.
+    # Of each logit: itself, its log-probability or its gradient, and the gradient's copy in the model's dtype.
     logit = FLOAT * (2 + batch.entropy) + (width if width < FLOAT else 0)
     if vocab != model.arch.vocab:
         logit += FLOAT  # the gradient is copied to add the padding's

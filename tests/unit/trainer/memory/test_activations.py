@@ -11,7 +11,7 @@ from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 from polyreme_trainer.megatron.huggingface.lora_mapping import adapter_architecture
-from polyreme_trainer.megatron.layers import logprobs
+from polyreme_trainer.megatron.layers import activation, logprobs
 from polyreme_trainer.memory import activations
 from polyreme_trainer.memory.activations import MicroBatchSize, layer_bytes, step_terms
 from polyreme_trainer.memory.sharding import Sharding
@@ -36,23 +36,25 @@ def test_the_block_of_logits_is_that_of_the_log_probabilities() -> None:
     assert activations.ACCELERATOR_LOGITS == logprobs.ACCELERATOR_LOGITS
 
 
+def test_the_rows_of_a_gated_activation_are_its_own() -> None:
+    assert activations.GATED_ROWS == activation.ROWS
+
+
 def test_a_layer_saves_the_inputs_of_its_operations() -> None:
     arch = architecture()
-    numbers = 4 * 3584 + 3 * 3584 + 3 * 512 + 4 * 18944
+    numbers = 4 * 3584 + 2 * 3584 + 2 * 512 + 3 * 18944
     statistics = 4 * (28 + 2)  # log-sum-exp of each head, and the norms' deviations
-    assert layer_bytes(arch, Sharding(), 2, on_cpu=True) == 2 * numbers + statistics
+    assert layer_bytes(arch, Sharding(), 2) == 2 * numbers + statistics
     tensor = 2 * (4 * 3584 + (numbers - 4 * 3584) // 4) + 4 * (28 // 4 + 2)
-    assert layer_bytes(arch, Sharding(Rank(tp=4)), 2, on_cpu=True) == tensor
-    more = 2 * (
-        5 * 512 - 3584 - 3 * 512
-    )  # a context rank keeps the keys and values of both, and no fused queries, keys and values
-    assert layer_bytes(arch, Sharding(context_ranks=2), 2, on_cpu=True) == 2 * numbers + statistics + more
+    assert layer_bytes(arch, Sharding(Rank(tp=4)), 2) == tensor
+    more = 2 * (5 - 2) * 512  # a context rank keeps the keys and values of both
+    assert layer_bytes(arch, Sharding(context_ranks=2), 2) == 2 * numbers + statistics + more
 
 
 def test_activations_follow_tokens_layers_and_stages() -> None:
     arch, batch = architecture(), MicroBatchSize(1024, 1024)
     saved = step(arch, batch)[0]
-    assert saved == 1024 * 28 * layer_bytes(arch, Sharding(), 2, on_cpu=True)
+    assert saved == 1024 * 28 * layer_bytes(arch, Sharding(), 2)
     assert step(arch, replace(batch, tokens=2048))[0] == 2 * saved
     assert step(arch, batch, Sharding(Rank(pp=2)))[0] == saved // 2
     assert step(arch, batch, Sharding(Rank(pp=2), micro_batches=2))[0] == saved
@@ -61,8 +63,8 @@ def test_activations_follow_tokens_layers_and_stages() -> None:
 def test_recomputed_activations_are_saved_in_one_layer_only() -> None:
     arch, batch = architecture(), MicroBatchSize(1024, 1024)
     whole, selective, full = (step(arch, replace(batch, recompute=kind)) for kind in (None, "selective", "full"))
-    layer = layer_bytes(arch, ALONE, 2, on_cpu=True)
-    assert whole[0] - selective[0] == 1024 * 28 * 2 * 4 * 18944
+    layer = layer_bytes(arch, ALONE, 2)
+    assert whole[0] - selective[0] == 1024 * 28 * 2 * 3 * 18944
     assert full[0] == 1024 * 28 * 2 * 3584
     assert sum(whole) - sum(full) >= 1024 * 27 * (layer - 2 * 3584) - whole[1]
     assert sum(full) < sum(selective) < sum(whole)
@@ -70,17 +72,17 @@ def test_recomputed_activations_are_saved_in_one_layer_only() -> None:
 
 def test_experts_save_what_their_chosen_tokens_pass_and_not_the_dense_mlp() -> None:
     arch = architecture("Qwen3-235B-A22B")
-    one, two = (layer_bytes(replace(arch, top_k=count), Sharding(), 2, on_cpu=True) for count in (1, 2))
-    assert two - one == 2 * (4096 + 5 * 1536)
+    one, two = (layer_bytes(replace(arch, top_k=count), Sharding(), 2) for count in (1, 2))
+    assert two - one == 2 * (4096 + 4 * 1536)
     for cut in (1, 2, 4):  # these ranks each have the tokens of all of them, of which sequence parallelism gives each of 2 a half
-        one, two = (layer_bytes(replace(arch, top_k=count), Sharding(Rank(tp=2, etp=cut)), 2, on_cpu=True) for count in (1, 2))
-        assert two - one == 2 * (4096 * cut + 5 * 1536) // 2
-    assert layer_bytes(replace(arch, ffn=1), Sharding(), 2, on_cpu=True) == layer_bytes(arch, Sharding(), 2, on_cpu=True)
+        one, two = (layer_bytes(replace(arch, top_k=count), Sharding(Rank(tp=2, etp=cut)), 2) for count in (1, 2))
+        assert two - one == 2 * (4096 * cut + 4 * 1536) // 2
+    assert layer_bytes(replace(arch, ffn=1), Sharding(), 2) == layer_bytes(arch, Sharding(), 2)
 
 
 def test_the_dense_layers_of_a_model_with_experts_save_what_a_dense_model_does() -> None:
     arch, batch = read_architecture(HfConfig(GLM4_MOE)), MicroBatchSize(1024, 1024)
-    sparse, dense = (layer_bytes(each, ALONE, 2, on_cpu=True) for each in (arch, replace(arch, experts=0, top_k=0)))
+    sparse, dense = (layer_bytes(each, ALONE, 2) for each in (arch, replace(arch, experts=0, top_k=0)))
     assert step(arch, batch)[0] == 1024 * (3 * sparse + dense)
     assert step(arch, batch, Sharding(Rank(pp=2)))[0] == 1024 * (sparse + dense)
     assert step(arch, batch, Sharding(Rank(pp_rank=1, pp=2)))[0] == 1024 * 2 * sparse
@@ -156,8 +158,8 @@ def test_padding_saves_the_tensors_of_attention_for_each_position() -> None:
         tp = sharding.rank.tp
         positions, tokens = spread_positions(2048, 64, 896 // tp)
         assert positions > tokens
-        each = 24 * sharding.micro_batches * 4 * 2 * (896 + 128) // tp
-        assert added(arch, batch, sharding) == {"padding": (positions - tokens) * each}
+        padding = (positions - tokens) * 2 * (896 + 128) + tokens * 896  # each output, with and without padding
+        assert added(arch, batch, sharding) == {"padding": 24 * sharding.micro_batches * 4 * padding // tp}
     full = added(arch, replace(batch, recompute="full"))["padding"]
     assert 24 * full == added(arch, batch)["padding"]
 

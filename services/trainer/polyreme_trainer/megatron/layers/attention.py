@@ -231,7 +231,8 @@ class Attention(MegatronModule):
         if packed_seq_params.copies is not None:
             return of_copies(self.attend, query, key, value, packed_seq_params, packed_seq_params.copies).flatten(1)
         if not packed_seq_params.halves:
-            return self.attend(query, key, value, packed_seq_params).flatten(1)
+            # A copy, since a view would keep queries and keys from before their rotation until the backward pass.
+            return self.attend(query, key, value.contiguous(), packed_seq_params).flatten(1)
         key, value = gather_tokens(torch.cat([key, value], dim=-1)).chunk(2, dim=-1)
         return in_halves(self.attend, query, key, value, packed_seq_params).flatten(1)
 

@@ -85,15 +85,15 @@ class _TokenLogprobs(Function):
             parts = _combine(gathered)
         log_sum, chosen, *mean = parts
         logprobs = chosen - log_sum
-        ctx.save_for_backward(hidden, weight, targets, kept, logprobs, log_sum, *mean)
-        ctx.head, ctx.blocks = head, blocks
+        ctx.save_for_backward(hidden, weight, targets, logprobs, log_sum, *mean)
+        ctx.head, ctx.blocks, ctx.kept = head, blocks, kept
         return (logprobs, log_sum - mean[0]) if mean else (logprobs,)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, kept, logprobs, log_sum, *mean = ctx.saved_tensors
-        head, blocks = ctx.head, ctx.blocks
+        hidden, weight, targets, logprobs, log_sum, *mean = ctx.saved_tensors
+        head, blocks, kept, ctx.kept = ctx.head, ctx.blocks, ctx.kept, None  # the gradient may take the place of kept logits
         scaled_grads = [(grad / head.temperature).unsqueeze(1) for grad in grads]
         # Without entropy, a row of the logits' gradient is a factor times numbers that do not depend on it: it multiplies the
         # short rows of hidden states, not the long ones of logits.
@@ -116,7 +116,7 @@ class _TokenLogprobs(Function):
                 part = head.product(grad, weight[block].t())
                 grad_hidden = part if len(blocks) == 1 else part.float() if grad_hidden is None else grad_hidden.add_(part)
                 if block == blocks[-1][0]:
-                    grad_hidden = (grad_hidden if mean else grad_hidden * factor).to(hidden.dtype)
+                    grad_hidden = (grad_hidden if mean else grad_hidden.mul_(factor)).to(hidden.dtype)
                     if head.group is not None:
                         reduced = torch.distributed.all_reduce(grad_hidden, group=head.group, async_op=True)
             if for_weight:
@@ -155,8 +155,9 @@ def _combine(every: Tensor) -> Tensor:
 
 def _gradient(scaled: Tensor, log_sum: Tensor, logprobs: Tensor, dtype: torch.dtype, column: Tensor, here: Tensor) -> Tensor:
     """The gradient of the negative log-probability with respect to a block's logits, in a dtype [tokens, columns]: the
-    probability, and the target's minus 1."""
-    shifted = torch.sub(scaled, log_sum.unsqueeze(1))  # fp32 by promotion
+    probability, and the target's minus 1. fp32 logits are overwritten."""
+    # fp32 by promotion
+    shifted = torch.sub(scaled, log_sum.unsqueeze(1), out=scaled if scaled.dtype == torch.float32 else None)
     out = torch.exp(shifted, out=shifted if dtype == shifted.dtype else torch.empty_like(shifted, dtype=dtype))
     if scaled.shape[1]:
         # By expm1, because a probability near 1 has no digits left in bfloat16 for its difference from 1.

@@ -25,6 +25,7 @@ class TorchRmsNorm(torch.nn.Module):
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()  # a view of keys would keep the queries and values, too, until the backward pass
         if not self.zero_centered:
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # Sum and product are in fp32, as in transformers: bfloat16 has too few digits for 1 + weight.

@@ -1,6 +1,8 @@
 """Attention over packed sequences equals attention over each single sequence, for any division into blocks."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,7 +18,16 @@ from polyreme_trainer.megatron.batches.attention_layout import cut_blocks
 from polyreme_trainer.megatron.batches.context_cut import cut_sequences
 from polyreme_trainer.megatron.batches.packing import PackedIds, Packing, packing
 from polyreme_trainer.megatron.layers.accelerator import BATCHED, flash
-from polyreme_trainer.megatron.layers.attention import in_blocks, in_halves, masked_attention, merged_attention, of_copies
+from polyreme_trainer.megatron.layers.attention import (
+    Attention,
+    in_blocks,
+    in_halves,
+    masked_attention,
+    merged_attention,
+    of_copies,
+)
+from polyreme_trainer.megatron.layers.norm import TorchRmsNorm
+from polyreme_trainer.megatron.mcore import TransformerConfig
 
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 CPU = torch.device("cpu")
@@ -59,6 +70,42 @@ def test_sequences_of_one_length_are_one_block_that_is_not_copied() -> None:
     lengths = np.full(5, 7)
     blocks = cut_blocks(lengths, plan_blocks(lengths, 64), CPU)
     assert (blocks.shapes, blocks.gather) == (((5, 7),), None)
+
+
+@contextmanager
+def keeping() -> Iterator[list[Tensor]]:
+    """Yields the tensors that autograd keeps for the backward pass."""
+    kept: list[Tensor] = []
+
+    def keep(each: Tensor) -> Tensor:
+        kept.append(each)
+        return each
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        yield kept
+
+
+def test_the_backward_pass_keeps_no_fused_queries_keys_and_values() -> None:
+    """With rotated queries and keys of their own, views of the fused layer's output would keep it only for a part of it."""
+    fused = torch.randn(8, 2, 12, dtype=torch.float64, requires_grad=True)
+    query, key, value = (fused * 1).split(4, dim=-1)
+    with keeping() as kept:
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, cuda_graph_scope=[])
+        output = Attention(config, 1)(query, key, value, None, packed_seq_params=packed([8]))
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+    assert query.untyped_storage().data_ptr() not in storages
+    assert sorted(storages.values(), reverse=True)[:4] == [8 * 2 * 4 * 8] * 4  # rotated queries and keys, values, output
+    assert output.shape == (8, 8)
+
+
+def test_a_norm_of_an_accelerator_keeps_only_its_input() -> None:
+    fused = torch.randn(8, 2, 12, requires_grad=True) * 1
+    with keeping() as kept:
+        TorchRmsNorm(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, cuda_graph_scope=[]), 4, 1e-6)(
+            fused[..., 4:8]
+        )
+    assert all(each.untyped_storage().nbytes() <= 8 * 2 * 4 * 4 for each in kept)
+    assert kept
 
 
 @pytest.mark.parametrize("features", [4, 10**9], ids=["one block", "many blocks"])

@@ -63,6 +63,16 @@ def test_no_wanted_token_is_no_gradient(with_entropy: bool) -> None:
     assert (layer[1].grad == 0).all()
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("limit", [2**25, 1], ids=["one block", "several blocks"])
+def test_a_second_backward_pass_has_the_same_gradients(limit: int, with_entropy: bool) -> None:
+    """The first one overwrites the logits that the forward pass kept."""
+    layer = random_layer(7, 48)
+    loss = objective(token_logprobs(*layer, torch.arange(7), head(48, 0.7, with_entropy, limit)))
+    first = torch.autograd.grad(loss, layer, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, layer), first)
+
+
 class Largest(TorchDispatchMode):
     """Records the number of elements of the largest tensor that any operator returns."""
 

@@ -8,6 +8,7 @@ Invariant: products and gradients are those of torch's linear function, in the s
 `main_grad` exactly once.
 """
 
+import functools
 from pathlib import Path
 
 import torch
@@ -38,11 +39,18 @@ _NARROW = 64
 """Columns of an operand up to which torch's own product is faster for a weight's gradient: 2 to 8 times for ranks of 8 to 64."""
 
 
+TOKENS = 4096
+"""Tokens of a weight's gradient whose transposed rows oneDNN copies at a time."""
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [n, k] @ weight [m, k].T + bias [m]. Transposed views are not copied."""
+    """x [n, k] @ weight [m, k].T + bias [m]."""
     by_onednn = _ONEDNN and x.dtype in _ONEDNN_TYPES and not (_MKL and x.dtype == torch.float32)
     if not by_onednn or not x.numel():  # an expert without tokens
         return torch.nn.functional.linear(x, weight, bias)
+    if x.stride(0) == 1 and x.shape[1] > TOKENS and x.dtype == torch.float32:  # a weight's gradient
+        parts = zip(x.split(TOKENS, 1), weight.split(TOKENS, 1), strict=True)
+        return functools.reduce(Tensor.add_, (_product(*part) for part in parts))
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

@@ -20,7 +20,7 @@ class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistic(x))
+        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         if weight.dtype != x.dtype:
@@ -47,10 +47,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
-def _statistic(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class RmsNorm(TorchRmsNorm):
     """The norm with `rms_norm` as its kernel."""
 
@@ -60,11 +56,7 @@ class RmsNorm(TorchRmsNorm):
 
 def _residual(training: bool, fused: bool) -> object:
     """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer added its bias."""
-    return _add_residual
-
-
-def _add_residual(x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-    return x_with_bias[0] + residual
+    return lambda x_with_bias, residual, dropout: x_with_bias[0] + residual
 
 
 CPU = ModelSpec(
