@@ -9,6 +9,7 @@ Invariant: records never change, and every group that enters or leaves the log i
 import json
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -170,17 +171,16 @@ class GroupRecord:
         """The number of each sample's episode within the group, from 0, not decreasing."""
         return [sample.episode for sample in self.samples] if self.episodes else list(range(len(self.samples)))
 
-    @property
+    @cached_property
     def sampled(self) -> list[SampleRecord]:
         """The samples that are trained on: not a greedy baseline, which has no trained token. All, where none has one."""
         return [sample for sample in self.samples if sample.loss_mask.any()] or self.samples
 
-    @property
+    @cached_property
     def scored(self) -> list[SampleRecord]:
         """The first of `sampled` of each episode. Scores are counted over these, so that an episode counts once."""
-        return (
-            list({sample.episode: sample for sample in reversed(self.sampled)}.values())[::-1] if self.episodes else self.sampled
-        )
+        firsts = {sample.episode: sample for sample in reversed(self.sampled)}
+        return list(firsts.values())[::-1] if self.episodes else self.sampled
 
     @property
     def mean_reward(self) -> float:

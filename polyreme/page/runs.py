@@ -37,7 +37,7 @@ class Runs:
         self._readers: dict[str, RunReader] = {}
         self._warned: dict[Path, str] = {}
         self._find()
-        self._asked = time.monotonic()
+        self._asked = float("-inf")
 
     @property
     def readers(self) -> dict[str, RunReader]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from polyreme.page.runs import Runs
+from polyreme.page.runs import REFRESH_SECONDS, Runs
+from polyreme.process.tasks import running
 from polyreme.rundir.reader import RunReader, run_directories
 from support.seeded_run import record_run
+from support.waiting import until
 
 
 @pytest.fixture
@@ -72,6 +74,16 @@ async def test_the_end_of_following_is_logged(
 
     runs = Runs([folder])
     monkeypatch.setattr(runs, "refresh", fail)
+    assert runs.reader("first") is not None  # a request
     with pytest.raises(RuntimeError):
         await asyncio.wait_for(runs.keep_current(), 60)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+async def test_nothing_is_read_until_somebody_looks(folder: Path) -> None:
+    runs = Runs([folder])
+    async with running(runs.keep_current()):
+        await asyncio.sleep(1.5 * REFRESH_SECONDS)
+        assert runs.indexed == set()
+        assert runs.reader("second") is not None
+        await until(lambda: runs.indexed == {"first", "second"})
