@@ -17,9 +17,8 @@ short_throughput_vs_floor  the one over the other (>= 0.9)
 service_tax              the median of an iteration's seconds over those of its parts, minus 1 (<= 0.2)
 short_service_tax        the same on the short task
 
-The parts run in turn in one process. The demo's answers grow from 8 to 33 tokens while it learns: its parts are measured with the first
-policy and with the trained one, and those of an iteration are interpolated by its mean length. Where the parts themselves miss a target,
-the service tax replaces it.
+The parts run in turn in one process, once for each iteration of ours: with its prompts, as many tokens in each answer, and its rewards, which
+decide what is trained. Where the parts themselves miss a target, the service tax replaces it.
 """
 
 import argparse
@@ -30,7 +29,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def trl_text(python: Path, task: Task, steps: int, lr: float, eval_interval: int
 
 
 def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Runs Polyreme. Returns its step seconds, without evaluations, its evaluations and the directory of the trained model."""
+    """Runs Polyreme. Returns its step seconds, without evaluations, its evaluations and the directory of its samples."""
     settings = [
         f"iterations={steps}",
         f"eval_interval={eval_interval}",
@@ -122,29 +121,31 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
             rewards.append(record["reward/mean"])
             turns.append(record.get("episode/turns/mean", 1.0))
     evaluations = [{"step": version, "accuracy": record["accuracy"], "train_seconds": sum(seconds[:version])} for version, record in sorted(evaluated.items())]  # fmt: skip
-    model = run_dir / "hf" / f"iteration-{steps:06d}"
     means = {"mean_lengths": lengths, "mean_rewards": rewards, "mean_turns": turns}
-    return {"step_seconds": seconds, **means, "evaluations": evaluations, "model": model}
+    return {"step_seconds": seconds, **means, "evaluations": evaluations, "samples": run_dir / "samples"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The median seconds of each part of an iteration in one process, and the mean length of its answers in tokens."""
+    """The median seconds of each part of an iteration in one process, the mean length of its answers in tokens, and the seconds of each
+    iteration's parts."""
 
     seconds: dict[str, float]
     length: float
+    steps: list[float]
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
 
-def parts(task: Task, iterations: int, tokens: int = 0, requests: int = 1) -> Parts:
-    """Measures the parts with the task's model, which does not change: equal work in every iteration.
+def parts(task: Task, iterations: int = 0, tokens: int = 0, requests: int = 1, replay: Path | None = None) -> Parts:
+    """Measures the parts with the task's model, which does not change.
 
     Args:
         tokens: of each answer; 0: it ends itself.
         requests: by which an answer is sampled, one after the other.
+        replay: the samples of a run, whose iterations take the place of `iterations` equal ones.
     """
     settings = [
         f"model.path={task.model}",
@@ -166,19 +167,12 @@ def parts(task: Task, iterations: int, tokens: int = 0, requests: int = 1) -> Pa
         tokens,
         "--requests",
         requests,
+        *(() if replay is None else ("--replay", replay)),
     ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"the parts failed:\n{done.stderr[-3000:]}")
     return Parts(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def floor_of(first: Parts, last: Parts | None = None) -> Callable[[float], float]:
-    """Returns the seconds of an iteration's parts as a function of its mean length: linear between two measurements, or those of the only one."""
-    if last is None:
-        return lambda length: first.total
-    growth = (last.total - first.total) / (last.length - first.length)
-    return lambda length: first.total + growth * (length - first.length)
 
 
 def throughput(turns: Sequence[dict[str, Any]]) -> float:
@@ -187,11 +181,10 @@ def throughput(turns: Sequence[dict[str, Any]]) -> float:
     return SAMPLES * len(counted) / sum(counted)
 
 
-def at_floor(side: dict[str, Any], floor: Callable[[float], float]) -> dict[str, Any]:
+def at_floor(side: dict[str, Any], floor: Parts) -> dict[str, Any]:
     """Returns the side with every step at the seconds of its parts."""
-    seconds = [floor(length) for length in side["mean_lengths"]]
-    evaluations = [{**each, "train_seconds": sum(seconds[: each["step"]])} for each in side["evaluations"]]
-    return {**side, "step_seconds": seconds, "evaluations": evaluations}
+    evaluations = [{**each, "train_seconds": sum(floor.steps[: each["step"]])} for each in side["evaluations"]]
+    return {**side, "step_seconds": floor.steps, "evaluations": evaluations}
 
 
 def tax(turns: Sequence[dict[str, Any]], floors: Sequence[dict[str, Any]]) -> float:
@@ -229,14 +222,14 @@ def main() -> int:
 
     demo_trl = trl_text(python, demo, 24, 1e-4, 2)
     demo_ours = polyreme(work, "demo", demo, 24, 1e-4, 2)
-    demo_parts = [parts(demo, 16), parts(dataclasses.replace(demo, model=demo_ours["model"]), 16)]
-    demo_floor = at_floor(demo_ours, floor_of(*demo_parts))
+    demo_parts = parts(demo, replay=demo_ours["samples"])
+    demo_floor = at_floor(demo_ours, demo_parts)
     short_trl, short_ours, short_parts = [], [], []
     for _ in range(SHORT_TURNS):
         short_trl.append(trl_text(python, short, 60, 1e-5, 0))
         short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
-        short_parts.append(parts(short, 16))
-    short_floors = [at_floor(turn, floor_of(own)) for turn, own in zip(short_ours, short_parts, strict=True)]
+        short_parts.append(parts(short, replay=short_ours[-1]["samples"]))
+    short_floors = [at_floor(*each) for each in zip(short_ours, short_parts, strict=True)]
 
     measured = {
         "demo_throughput_vs_trl": throughput([demo_ours]) / throughput([demo_trl]),
@@ -260,7 +253,7 @@ def main() -> int:
         print(f"{name:15} {throughput(turns):7.1f} samples/s ({each})  mean length {length:5.1f}", end="")
         print(f"  80% after {time_to_gate(turns[0]):.1f} s" if turns[0]["evaluations"] else "")
     shorts = [(f"short, turn {turn}", each) for turn, each in enumerate(short_parts, 1)]
-    for name, single in (("demo, first policy", demo_parts[0]), ("demo, trained", demo_parts[1]), *shorts):
+    for name, single in (("demo", demo_parts), *shorts):
         each = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in single.seconds.items())
         print(f"{name}: the parts of an iteration with answers of {single.length:.1f} tokens: {single.total:.3f} s ({each})")
     met = reached(measured)

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peer_side.parts import sample
+from peer_side.parts import Group, sample
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.rundir.input_files import read_model_files
@@ -38,7 +38,9 @@ def generate(config: RunConfig, iterations: int) -> tuple[float, int]:
         for turn in range(1, iterations + 1):
             asked = prompts[(turn - 1) * config.groups_per_iteration : turn * config.groups_per_iteration]
             began = time.perf_counter()
-            sampled = run(sample(engine, config, asked, template.stop_ids, turn))
+            tokens = [config.rollout.max_new_tokens] * config.group_size
+            groups = [Group(prompt, tokens) for prompt in asked]
+            sampled = run(sample(engine, config, groups, template.stop_ids, turn))
             seconds.append(time.perf_counter() - began)
             pairs = zip(asked, sampled, strict=True)
             lengths += [len(prompt.ids) + len(ids) for prompt, answers in pairs for ids, _, _ in answers]
