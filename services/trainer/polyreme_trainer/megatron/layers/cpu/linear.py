@@ -48,7 +48,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     by_onednn = _ONEDNN and x.dtype in _ONEDNN_TYPES and not (_MKL and x.dtype == torch.float32)
     if not by_onednn or not x.numel():  # an expert without tokens
         return torch.nn.functional.linear(x, weight, bias)
-    if x.stride(0) == 1 and x.shape[1] > TOKENS and x.dtype == torch.float32:  # a weight's gradient
+    if bias is None and x.stride(0) == 1 and x.shape[1] > TOKENS and x.dtype == torch.float32:  # a weight's gradient
         parts = zip(x.split(TOKENS, 1), weight.split(TOKENS, 1), strict=True)
         return functools.reduce(Tensor.add_, (_product(*part) for part in parts))
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
