@@ -113,11 +113,11 @@ def moments(
                 found[f"{model.role} optimizer step"] = RankEstimate(device, [step_term(working)], host, moves=True)
         if model.copies_actor:
             # A fixed reference is loaded from version 0, which exists only when every trained model has taken the weights.
-            kept = [s for m, s in zip(models, states, strict=True) if m.trained or m.copies_actor or not model.trained]
-            # Nor is there an optimizer's state then, before the first step. A moving average takes the weights after each.
-            without = offload.model_copy(update={"optimizer": offload.optimizer or model.trained})
-            device = on_device(kept, [states[0], working], None, without)
-            found[f"{model.role} copy"] = RankEstimate(device, copy_terms(models[0], model, sharding), resting(kept, offload))
+            pairs = zip(models, states, strict=True)
+            present = [state for each, state in pairs if each.trained or each.copies_actor or not model.trained]
+            device = on_device(present, [states[0], working], None, offload)
+            temporaries = copy_terms(models[0], model, sharding)
+            found[f"{model.role} copy"] = RankEstimate(device, temporaries, resting(present, offload))
     return found
 
 

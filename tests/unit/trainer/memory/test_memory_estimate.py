@@ -230,18 +230,15 @@ def test_two_models_are_on_the_device_while_one_takes_the_weights_of_the_other(t
     assert any(term.name.endswith(" gradients") for term in on_cpu.terms), "no weights leave the memory of a CPU"
 
 
-@pytest.mark.parametrize(
-    ("kl", "offload", "roles"),
-    [({}, "optimizer", []), ({}, "idle_models", []), ({"renew_interval": 2}, "optimizer", ["reference"])],
-)
-def test_a_critic_takes_the_actor_s_weights_before_a_fixed_reference_is_loaded_and_a_step_made(
-    kl: dict[str, int], offload: str, roles: list[str], tmp_path: Path
+@pytest.mark.parametrize(("kl", "roles"), [({}, []), ({"renew_interval": 2}, ["reference"])])
+def test_a_critic_takes_the_actor_s_weights_before_a_fixed_reference_is_loaded(
+    kl: dict[str, int], roles: list[str], tmp_path: Path
 ) -> None:
-    trainer = {"optimizer": {"lr": 1e-6}, "offload": {offload: True}}
+    trainer = {"optimizer": {"lr": 1e-6}, "offload": {"optimizer": True}}
     config = run(tmp_path, algorithm={"preset": "ppo", "kl": kl}, trainer=trainer)
     found = moments(models_of(config), Sharding(), micro_batch_of(config), config.trainer.offload)
     assert [term.name for term in found["critic copy"].state] == [f"{role} weights" for role in ("actor", "critic", *roles)]
-    assert ("reference weights" in [term.name for term in found["critic"].state]) == (offload == "optimizer")
+    assert "reference weights" in [term.name for term in found["critic"].state]
 
 
 def test_a_moving_average_takes_the_actor_s_weights_in_float32(tmp_path: Path) -> None:
