@@ -93,7 +93,7 @@ def recorded(folder: Path, prompts: Sequence[Any]) -> list[list[Group]]:
 
 
 def measure(engines: Sequence[Any], config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """See `main`."""
+    """Returns what this script prints. `options`: its arguments."""
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2

@@ -86,7 +86,7 @@ def keeping() -> Iterator[list[Tensor]]:
 
 
 def test_the_backward_pass_keeps_no_fused_queries_keys_and_values() -> None:
-    """With rotated queries and keys of their own, views of the fused layer's output would keep it only for a part of it."""
+    """Only the values are still needed after the rotation. A view of them would keep the whole output of the fused layer."""
     fused = torch.randn(8, 2, 12, dtype=torch.float64, requires_grad=True)
     query, key, value = (fused * 1).split(4, dim=-1)
     with keeping() as kept:
