@@ -1,8 +1,9 @@
-"""The log format of all processes: one line per record on stderr.
+"""The log format of all processes: one line per record on stderr, and every thread's stack if a library's crash ends the process.
 
 Invariant: only the process's entry point configures logging. `POLYREME_LOG=debug|info|warning` sets the level.
 """
 
+import faulthandler
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ def setup(service: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    faulthandler.enable(2)  # the number, since a captured stderr has none
     wanted = os.environ.get("POLYREME_LOG") or "info"
     level = logging.getLevelNamesMapping().get(wanted.upper())
     if level is None:

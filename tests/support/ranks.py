@@ -30,7 +30,7 @@ def run_ranks(function: Callable[..., None], world_size: int, *args: str, timeou
         port = probe.getsockname()[1]
     call = json.dumps([function.__code__.co_filename, function.__name__, *args])
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    common |= {"PYTHONPATH": f"{TESTS}:{TOOLS}", "OMP_NUM_THREADS": "1"}
+    common |= {"PYTHONPATH": f"{TESTS}:{TOOLS}", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(world_size)]
         ranks: list[subprocess.Popen[bytes]] = []

@@ -37,8 +37,6 @@ if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
 _MKL = torch.backends.mkl.is_available() and _made_by_intel()
 _NARROW = 64
 """Columns of an operand up to which torch's own product is faster for a weight's gradient: 2 to 8 times for ranks of 8 to 64."""
-
-
 TOKENS = 4096
 """Tokens of a weight's gradient whose transposed rows oneDNN copies at a time."""
 
