@@ -1,4 +1,4 @@
-"""Sums over ranks, in the types that every backend can reduce."""
+"""What ranks exchange: sums, in the types that every backend can reduce, and bytes of any length."""
 
 import ast
 from pathlib import Path
@@ -14,6 +14,11 @@ MEGATRON = Path(__file__).resolve().parents[2] / "services" / "trainer" / "polyr
 @pytest.mark.real
 def test_float64_is_summed_where_the_backend_reduces_none() -> None:
     run_ranks(collective_checks.sum_on_a_backend_without_float64, 3, timeout=120)
+
+
+@pytest.mark.real
+def test_messages_of_any_length_arrive_whole() -> None:
+    run_ranks(collective_checks.exchange_bytes_of_any_length, 3, timeout=120)
 
 
 def test_tensors_of_other_types_than_those_of_the_model_are_summed_in_one_place() -> None:

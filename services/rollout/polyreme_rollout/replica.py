@@ -116,9 +116,7 @@ async def _serve(
         await engine.open()
         lifecycle.freeze_gc()
         await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
-    if stop.is_set():
-        return False
-    return await serve(engine, spec, redis_url, endpoint, stop, held)
+    return not stop.is_set() and await serve(engine, spec, redis_url, endpoint, stop, held)
 
 
 def check_routes(engine: InferenceEngine, config: RunConfig) -> None:

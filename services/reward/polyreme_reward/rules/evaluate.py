@@ -4,10 +4,11 @@ Invariant: every step checks the size of its result before it computes it, so th
 sympy itself computes 9^{99^9}, since it has no such check.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from math import factorial, isqrt, log2
+from math import comb, factorial, isqrt, log2
 from typing import TypeAlias
 
 import mpmath  # type: ignore[import-untyped]
@@ -85,16 +86,10 @@ class Valuation:
         return -value if self._number > 3 and (code >> 16 & 1 or self._number == 7) else value
 
     def sum(self, expr: sympy.Basic) -> Value:
-        total: Value = Fraction(0)
-        for arg in expr.args:
-            total = _plus(total, self.value(arg))
-        return total
+        return functools.reduce(_plus, map(self.value, expr.args), Fraction(0))
 
     def product(self, expr: sympy.Basic) -> Value:
-        total: Value = Fraction(1)
-        for arg in expr.args:
-            total = _times(total, self.value(arg))
-        return total
+        return functools.reduce(_times, map(self.value, expr.args), Fraction(1))
 
     def power(self, expr: sympy.Basic) -> Value:
         base, exponent = self.value(expr.args[0]), self.value(expr.args[1])
@@ -170,10 +165,7 @@ class Valuation:
                 return Fraction(0)
             if under * over.numerator.bit_length() > BITS:
                 raise NoValue("too large")
-            result = 1
-            for step in range(int(under)):
-                result = result * (int(over) - step) // (step + 1)
-            return Fraction(result)
+            return Fraction(comb(int(over), int(under)))
         top, bottom = inexact(over), inexact(under)
         return _gamma(top + 1) / (_gamma(bottom + 1) * _gamma(top - bottom + 1))
 
@@ -237,13 +229,12 @@ def _times(left: Value, right: Value) -> Value:
 def _integer_power(base: Fraction, exponent: int) -> Value:
     if exponent < 0 and not base:
         raise NoValue("division by zero")
-    size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(base.numerator) == base.denominator:
         return base if exponent % 2 else Fraction(1)
     if not base:
         return Fraction(0 if exponent else 1)
     if exponent.bit_length() > 64 or abs(exponent) * log2(max(abs(base.numerator), base.denominator)) > BITS:
-        raise NoValue(f"a number of {size} bits to the power of a number of {exponent.bit_length()} bits")
+        raise NoValue("too large")
     return base**exponent
 
 
@@ -257,9 +248,7 @@ def _gamma(number: Inexact) -> Inexact:
 
 
 def _exp(number: Inexact) -> Inexact:
-    if mpmath.isinf(number):
-        return mpmath.exp(number)
-    if abs(number) > _EXPONENT // 2:
+    if not mpmath.isinf(number) and abs(number) > _EXPONENT // 2:
         raise NoValue("too large")
     return mpmath.exp(number)
 

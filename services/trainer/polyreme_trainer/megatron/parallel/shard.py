@@ -14,6 +14,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.batches.batch import Cost, IntArray, MicroBatch, Sequences, pack, plan_ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.mcore import parallel_state
+from polyreme_trainer.megatron.parallel.channel import FRAME
 from polyreme_trainer.megatron.parallel.collectives import sum_over
 
 
@@ -86,13 +87,18 @@ class DataShard:
 
     def gather(self, payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
         """The payloads of all ranks of `group`, one of `groups`, by rank. Collective."""
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(sizes, torch.tensor([len(payload)], device=self.device), group=group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(self.device)
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-        return [part.cpu().numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+        message = len(payload).to_bytes(8, "little") + payload
+        found = self._gather(message[:FRAME].ljust(FRAME), group)
+        ends = [8 + int.from_bytes(part[:8], "little") for part in found]
+        if (rest := max(ends) - FRAME) > 0:
+            found = [*map(bytes.__add__, found, self._gather(message[FRAME:].ljust(rest), group))]
+        return [part[8:end] for part, end in zip(found, ends, strict=True)]
+
+    def _gather(self, data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def data_shard(micro_batch_tokens: int, device: Device) -> DataShard:

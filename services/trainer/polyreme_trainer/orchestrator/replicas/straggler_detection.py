@@ -149,8 +149,6 @@ def _silent(pace: Pace, fleet: _Fleet, now: float) -> str:
 
 def _slow(pace: Pace, spent: float | None, fleet: _Fleet) -> str:
     usual = fleet.rates.median(without=pace.rate)
-    if not spent or pace.rate is None or usual is None:
-        return ""
-    if usual * spent < ENOUGH_TOKENS or pace.rate >= SLOW_SHARE * usual:
+    if not spent or pace.rate is None or usual is None or usual * spent < ENOUGH_TOKENS or pace.rate >= SLOW_SHARE * usual:
         return ""
     return f"its samples get {pace.rate:.3g} tokens/s, those of its peers {usual:.3g}"
