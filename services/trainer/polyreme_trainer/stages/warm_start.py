@@ -98,9 +98,7 @@ def run_phase(
 
 def learning_rate(phase: SftPhase, step: int) -> float:
     """The learning rate of step 1, 2, ...: linear warm-up, constant, linear cooldown that ends at `FLOOR` of the phase's rate."""
-    factor = 1.0
-    if phase.warmup:
-        factor = min(factor, step / phase.warmup)
+    factor = min(1.0, step / phase.warmup) if phase.warmup else 1.0
     if phase.cooldown:
         left = (phase.steps - step) / phase.cooldown
         factor = min(factor, FLOOR + (1 - FLOOR) * left)
