@@ -16,7 +16,7 @@ def setup(service: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    faulthandler.enable(2)  # the number, since a captured stderr has none
+    faulthandler.enable(2)  # by number, since a captured sys.stderr has no file
     wanted = os.environ.get("POLYREME_LOG") or "info"
     level = logging.getLevelNamesMapping().get(wanted.upper())
     if level is None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 FRAME = 4096
-"""Bytes of a message's first exchange. Nearly all messages are shorter, so they need no second one."""
+"""Bytes of a message's first exchange. Nearly all messages are shorter, so they need no second exchange."""
 _HEAD = struct.Struct("<qq")
 
 
@@ -25,17 +25,17 @@ class BroadcastChannel:
 
     def send(self, kind: int, payload: bytes) -> None:
         """Sends a message from rank 0 to all other ranks."""
-        message = _HEAD.pack(kind, len(payload)) + payload
-        for part in filter(None, (message[:FRAME].ljust(FRAME), message[FRAME:])):
+        first, rest = payload[: FRAME - _HEAD.size], payload[FRAME - _HEAD.size :]
+        for part in filter(None, ((_HEAD.pack(kind, len(payload)) + first).ljust(FRAME), rest)):
             dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self._device), src=0)
 
     def receive(self) -> tuple[int, bytes]:
         """Receives the next message: its kind and its bytes."""
-        message = self._receive(FRAME)
-        kind, size = _HEAD.unpack_from(message)
-        if (rest := _HEAD.size + size - FRAME) > 0:
-            message += self._receive(rest)
-        return kind, message[_HEAD.size : _HEAD.size + size]
+        first = self._receive(FRAME)
+        kind, size = _HEAD.unpack_from(first)
+        payload = first[_HEAD.size : _HEAD.size + size]
+        rest = size - len(payload)
+        return kind, payload + self._receive(rest) if rest else payload
 
     def _receive(self, size: int) -> bytes:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -5,8 +5,8 @@ The first copy is on data rank 0's tensor ranks and stages; with expert ranks, a
 Where these ranks are on several machines, the first rank of each owns an arena with the tensors that the machine writes: a part
 of the version, in the same slot everywhere. Otherwise rank 0 owns the arena of the only part. Each tensor is in one part.
 
-Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. Ranks that
-write together meet before and after. The owner of an arena seals its part, and rank 0 has the manifests of all parts.
+Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. If
+several ranks write, all wait at a barrier before and after. The owner of an arena seals its part; rank 0 has all manifests.
 """
 
 import logging
@@ -128,7 +128,7 @@ class VersionWriter:
 
     def write(self, slot: int, version: int, term: int) -> Written:
         """Writes the policy into arena slot `slot` as `version`. Collective."""
-        several = self._policy.rank.places * self._policy.rank.pp > 1  # ranks that write; else rank 0 waits for nobody
+        several = self._policy.rank.places * self._policy.rank.pp > 1  # ranks write; otherwise rank 0 does, and waits for nobody
         if self._owns:
             self.arena.begin(slot)
         if several:
